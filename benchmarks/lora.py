@@ -1,10 +1,10 @@
-"""Cost of low-rank adapters: time per token of 16 requests that run together, without adapters, with one, and with 32.
+"""Cost of low-rank adapters: time per token of 16 concurrent requests without adapters, with one, and with 32.
 
 python benchmarks/lora.py [--model dense-0.6b] [--rank 8] [--tokens 64] [--repeat 5] [--threads N] [--trial]
 
-All variants run in turn on one engine, which has 32 adapters loaded; with 32, every request has another one, and the
-next run takes the other half of them. `option off` is an engine without the option, in the same turns. `--trial` runs
-everything once with a tiny model, to see that it works.
+All variants alternate on one engine, which has 32 adapters loaded; with 32, every request has a different one, and the
+next run takes the other half of them. `option off` runs on a second engine, without the option. `--trial` runs
+everything once with a tiny model, to test this program.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 python benchmarks/weight_update.py [--gigabytes 1.2] [--rounds 5] [--only disk shm gloo] [--trial]
 
-The backends run in turn, with a copy of the same tensors from memory to memory and with broadcasts of gloo alone, so
-that all have the same disturbances. `receive`: the worker has copied every tensor; the trainer's own work, such as
-writing the segment, is not part of disk and shm, but sending is part of gloo. The directory is in the page cache.
-`--trial` runs everything once with few bytes, to see that it works.
+The backends alternate with a memory copy of the same tensors and with plain broadcasts of gloo, so that other load
+disturbs all of them alike. A round ends when the worker has copied every tensor. Writing the file or the segment is not
+part of disk and shm; sending is part of gloo. The directory is in the page cache. `--trial` runs everything once with
+few bytes, to test this program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from eagleray.weights.gloo_group import BUCKET_BYTES, GlooGroup, reach_store
 from eagleray.weights.receiver import ReceiverPosition, WeightReceiver, open_receiver
 
 TENSOR_BYTES = 24 * 2**20
-"""Size of a tensor: that of a projection of a model with a few billion parameters."""
+"""Size of a tensor: about that of a projection in a model with a few billion parameters."""
 TRIAL_BYTES = 64 * 2**20
 TIMEOUT = 120.0
 
@@ -54,13 +54,13 @@ def main() -> None:
 
 
 def make_weights(num_bytes: int) -> Weights:
-    """Return bfloat16 tensors of about this size together."""
+    """Return bfloat16 tensors with this total size, to within one tensor."""
     count = max(1, num_bytes // TENSOR_BYTES)
     return {f"layers.{index}.weight": torch.ones(TENSOR_BYTES // 2, dtype=torch.bfloat16) for index in range(count)}
 
 
 def measure(num_bytes: int, rounds: int, backends: list[str]) -> dict[str, list[float]]:
-    """Return the seconds of each round, by what was measured."""
+    """Return the seconds of each round, by the name of the measurement."""
     weights = make_weights(num_bytes)
     held = {name: torch.ones_like(tensor) for name, tensor in weights.items()}
     seconds: dict[str, list[float]] = {}
@@ -92,7 +92,7 @@ def copy_all(weights: Weights, held: Weights) -> None:
 
 
 def receive(receiver: WeightReceiver, update_info: dict[str, Any], held: Weights) -> None:
-    """Copy every tensor, as a model does with those that it needs."""
+    """Receive an update and copy every tensor, as a model does."""
     for bucket in receiver.receive(update_info, lambda tensors: None):
         for name, tensor in bucket:
             held[name].copy_(tensor)
@@ -121,7 +121,7 @@ def prepare_segment(weights: Weights, held: Weights, stops: list[Callable[[], No
 def prepare_gloo(
     weights: Weights, held: Weights, num_bytes: int, rounds: int, stops: list[Callable[[], None]]
 ) -> dict[str, Callable[[], None]]:
-    """Start a trainer in a process of its own, which sends in turn by gloo alone and by the backend."""
+    """Start a trainer in a process of its own. It alternates between plain broadcasts of gloo and the backend."""
     child = subprocess.Popen(
         [sys.executable, __file__, "--sender", str(num_bytes), str(rounds)], stdout=subprocess.PIPE, text=True
     )
@@ -142,13 +142,13 @@ def prepare_gloo(
 
 
 def broadcast(group: GlooGroup, buffer: torch.Tensor, num_bytes: int) -> None:
-    """Broadcast so many bytes, in the same pieces as the backend, without a copy."""
+    """Broadcast `num_bytes` bytes in pieces of the backend's size, without a copy."""
     for begin in range(0, num_bytes, len(buffer)):
         group.broadcast(buffer[: min(len(buffer), num_bytes - begin)])()
 
 
 def send_by_gloo(num_bytes: int, rounds: int) -> None:
-    """Be the trainer."""
+    """Run the trainer's process: send `rounds` times until it is killed."""
     weights = list(make_weights(num_bytes).items())
     updates, plain = Sender(1, timeout=TIMEOUT), Sender(1, timeout=TIMEOUT)
     print(updates.init_info["master_port"], plain.init_info["master_port"], flush=True)

@@ -1,4 +1,4 @@
-"""Options of an instance as a record, for programs that pass them around before they start it."""
+"""Options of an instance as an object, which programs pass around before they start the instance."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@
     │   └── WeightsMismatch           weights that were pushed: names the tensor, expected and found
     ├── Unavailable                   cannot be served now, perhaps later; `retry_after` in seconds
     │   ├── Overloaded                too much is in flight already
-    │   ├── EnginesMissing            a weight update needs engines that are not there
+    │   ├── EnginesMissing            a weight update needs engines that are missing
     │   └── TransferBroken            the connection to the trainer of a weight update broke
     ├── RequestFailed                 this request alone failed while it ran
     ├── EngineFailed                  an engine exited; `cause` says why
@@ -93,7 +93,7 @@ class Overloaded(Unavailable):
 
 
 class EnginesMissing(Unavailable):
-    """A weight update needs engines that are not there. The message says why."""
+    """A weight update needs engines that are missing. The message says why they are."""
 
 
 class TransferBroken(Unavailable):

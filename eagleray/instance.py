@@ -1,6 +1,6 @@
-"""An instance inside of a program: the server's supervisor and client, in an event loop with a thread of its own.
+"""An instance inside of a program: the supervisor and a client, in an event loop with a thread of its own.
 
-So heartbeats and recovery go on while the program computes. `LLM` and `AsyncLLM` are faces of it.
+So heartbeats and recovery go on while the program computes. Used by `LLM` and `AsyncLLM`.
 """
 
 from __future__ import annotations

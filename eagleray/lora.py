@@ -1,4 +1,4 @@
-"""Low-rank adapters of an instance inside of a program: `LoRARequest`s, and the adapters that they stand for."""
+"""Low-rank adapters of an instance inside of a program: `LoRARequest`s, and the adapters that they name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from eagleray.messages.control import ControlRequest, LoadAdapter, UnloadAdapter
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter in PEFT's format. Programs that were written for vLLM may pass its class instead, which has the same
+    """An adapter in PEFT's format. vLLM's class of this name may be passed instead, since it has the same
     attributes."""
 
     lora_name: str
     lora_int_id: int
-    """Number that the program chooses, by which it removes the adapter."""
+    """Number by which the program removes the adapter. The program chooses it."""
     lora_path: str = ""
-    """Directory of the adapter; may be empty for one that is loaded."""
+    """Directory of the adapter; may be empty if the adapter is loaded."""
     load_inplace: bool = False
     """Whether it replaces a loaded adapter of the same name."""
 
@@ -44,7 +44,7 @@ class LoraRequests:
             return await self._add(request)
 
     async def remove(self, lora_id: int) -> bool:
-        """Unload an adapter. Returns False if none of this number is loaded."""
+        """Unload an adapter. Returns False if no adapter of this number is loaded."""
         async with self._loading:
             name = self._names.pop(lora_id, None)
             if name is None:
@@ -61,7 +61,7 @@ class LoraRequests:
         return {lora_id for lora_id, name in self._names.items() if name in loaded}
 
     async def find(self, request: Any | None) -> Adapter | None:
-        """Return the adapter of a request to generate, which is loaded if it is not yet."""
+        """Return the adapter that a request for generation names. Load it first if necessary."""
         if request is None:
             return None
         async with self._loading:

@@ -1,6 +1,6 @@
 """Outputs of a request that runs in the event loop of an instance, read from another event loop.
 
-The reader asks for one output at a time, so that what comes in between is merged in the client.
+The reader asks for one output at a time; tokens that come in between are merged in the client.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eagleray.instance import InstanceThread
 from eagleray.messages.sampling import RequestOutputKind
 
 CHECK_SECONDS = 1.0
-"""A reader that waits looks this often whether the instance still runs."""
+"""Interval at which a waiting reader checks whether the instance still runs."""
 
 
 class OutputReader:
@@ -62,7 +62,7 @@ class OutputReader:
         self._answer()
 
     def _answer(self) -> None:
-        """Hand an output to the reader if it waits and there is one."""
+        """Pass the next output to the reader, if the reader waits and there is an output."""
         if self._waiting is None:
             return
         try:
@@ -76,7 +76,7 @@ class OutputReader:
     def _settle(self, outcome: RequestOutput | Exception) -> None:
         future, self._waiting = self._waiting, None
         assert future is not None
-        with suppress(RuntimeError):  # its loop is closed, by another thread at any moment
+        with suppress(RuntimeError):  # another thread may close the reader's loop at any moment
             self._own_loop.call_soon_threadsafe(_resolve, future, outcome)
 
 
@@ -86,13 +86,13 @@ class OutputCollector:
     def __init__(self, streams: Sequence[tuple[RequestStream, RequestOutputKind]]) -> None:
         self._streams = dict(enumerate(streams))
         self._ready = dict.fromkeys(self._streams)
-        """Numbers of the streams that may have an output, in order."""
+        """Indices of the streams that may have an output, in order."""
         self._has_ready = asyncio.Event()
         for index, (stream, _) in self._streams.items():
             stream.set_on_output(partial(self._on_output, index))
 
     async def next(self) -> list[tuple[int, RequestOutput]]:
-        """Wait for outputs and return them with the numbers of their streams; an empty list when all have finished.
+        """Wait for outputs and return them with the indices of their streams; an empty list when all have finished.
 
         Raises as the iteration of a `RequestStream`.
         """
@@ -108,7 +108,7 @@ class OutputCollector:
                     if output.finished:
                         del self._streams[index]
                     else:
-                        self._ready[index] = None  # it may have left something, see `RequestStream.has_more`
+                        self._ready[index] = None  # more may be left, see `RequestStream.has_more`
         return outputs
 
     def _on_output(self, index: int) -> None:
@@ -128,7 +128,7 @@ def pop_output(stream: RequestStream, kind: RequestOutputKind) -> RequestOutput 
 
 
 def delta_output(stream: RequestStream, delta: RequestDelta) -> RequestOutput:
-    """Return what a delta has as an output whose texts and lists have only what is new."""
+    """Return a delta as an output whose texts and lists have only the new part."""
     return RequestOutput(
         request_id=delta.request_id,
         prompt=stream.prompt,

@@ -18,10 +18,10 @@ import httpx
 from chaos_server import ChaosFailed
 
 CALL_SECONDS = 90.0
-"""Longest time of a call. Engines that are stopped or starting delay it."""
+"""Time limit of a call, which engines that are stopped or starting delay."""
 
 STEER_SECONDS = 1.5
-"""Time between two kinds of calls, on the average."""
+"""Average time between two kinds of calls."""
 
 PAUSE_SECONDS = 0.3
 
@@ -32,13 +32,13 @@ EXPECTED_STATUSES = (409, 503, 504)
 
 
 class Steering:
-    """Makes control calls, the kinds in turns, until it is cancelled. `url` ends in /v1."""
+    """Makes control calls of alternating kinds until it is cancelled. `url` ends in /v1."""
 
     def __init__(self, url: str, *, rng: random.Random) -> None:
         self._url = url.removesuffix("/v1")
         self._rng = rng
         self.calls: Counter[str] = Counter()
-        """Number of calls that succeeded, and of those that did not with their status."""
+        """Number of calls by name; a call that failed has its status behind the name."""
         self.trouble: list[str] = []
         """Answers that no fault explains."""
 

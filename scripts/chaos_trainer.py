@@ -22,10 +22,10 @@ from chaos_weights import FIRST_LABEL, Labels, Weights
 from eagleray.weights import SharedMemorySender
 
 CALL_SECONDS = 60.0
-"""Deadline of a call, which the server is sent."""
+"""Deadline of a call, sent to the server as `timeout`."""
 
 REPLY_SECONDS = 15.0
-"""Time beyond it after which a call hangs."""
+"""Time after the deadline within which a call must be answered."""
 
 UPDATE_SECONDS = 240.0
 """Time within which an update must be committed, with all its attempts."""
@@ -43,7 +43,7 @@ STRIKE_DELAY_SECONDS = 0.1
 
 
 class CallFailed(Exception):
-    """Raised if a call was refused, or failed however often it was repeated."""
+    """Raised if a call was refused, or failed in every repetition."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class TrainerReport:
 
 
 class Trainer:
-    """Pushes the variants in turn, about `every` seconds after one another.
+    """Pushes the variants one after another, about every `every` seconds.
 
     `strike` injects a fault; it is called shortly after some calls have begun, at most every `strike_every` seconds, so
     that engines have time to start. A context manager.
@@ -127,7 +127,7 @@ class Trainer:
             await self.push()
 
     def stop(self) -> None:
-        """Have no more faults injected, and end after the current update."""
+        """Stop the faults, and end after the current update."""
         self._is_stopping = True
         self._is_disturbed = False
 
@@ -246,7 +246,7 @@ class Trainer:
             self._report.longest_call, self._report.longest_call_name = round(seconds, 2), name
 
     def _strike_perhaps(self) -> None:
-        """Have a fault injected shortly, now and then."""
+        """Schedule a fault with a probability of `STRIKE_SHARE`, unless the last one was a short time ago."""
         is_early = time.monotonic() < self._last_strike + self._strike_every
         if is_early or not self._is_disturbed or self._rng.random() >= STRIKE_SHARE:
             return

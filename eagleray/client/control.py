@@ -1,4 +1,4 @@
-"""The control calls of a client in flight, and its own part of them. Owned by the client."""
+"""The control calls of a client in flight, and the commands that clients execute. Owned by the client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from eagleray.messages.failure import Failure
 from eagleray.messages.plain import unpack
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-"""Timeout of a call whose caller sets none."""
+"""Default timeout of a call."""
 
 REPORT_SECONDS = 5.0
 """Time after the deadline for the supervisor's answer, which names the members that have not replied."""
@@ -71,7 +71,7 @@ class ControlCalls:
             del self._calls[call_id]
 
     def deliver(self, returned: ControlReturned) -> None:
-        """Deliver an answer. Answers that nobody awaits any longer are dropped."""
+        """Deliver an answer, or drop it if its caller was cancelled or timed out."""
         answered = self._calls.get(returned.call_id)
         if answered is None or answered.done():
             return
@@ -107,7 +107,7 @@ def _set_error(answered: asyncio.Future[dict[str, Any]], error: EagleRayError) -
 
 
 def _as_error(failure: Failure) -> EagleRayError:
-    """Return the exception that the failure was, or `RequestFailed` if it was none of this package."""
+    """Return the original exception, or `RequestFailed` for an exception that this package does not define."""
     kind = getattr(errors, failure.kind, None) if failure.kind else None
     if isinstance(kind, type) and issubclass(kind, EagleRayError):
         error: EagleRayError = kind(failure.message)

@@ -1,7 +1,7 @@
 """Log-probabilities of many positions in a few flat lists, for requests with `flat_logprobs`.
 
 The lists hold numbers and texts instead of an object for each entry, so Python's garbage collector has little to visit.
-Plain data, with the names of vLLM.
+Attributes have the names of vLLM.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
 
     @classmethod
     def of(cls, positions: Iterable[dict[int, Logprob] | None]) -> FlatLogprobs:
-        """Return the same positions."""
+        """Return a flat copy of these positions."""
         flat = cls()
         for position in positions:
             flat.append(position)

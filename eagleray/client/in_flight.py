@@ -110,9 +110,9 @@ class InFlightRequests:
             self.abort(request)
 
     def abort_matching(self, request_ids: Sequence[str] | None) -> int:
-        """Abort requests as users name them; None: all. Returns their number.
+        """Abort the requests with these ids, as users know them; None: all. Returns their number.
 
-        An API server adds a serial number to a user's id, so that an id stands for all requests that were sent with it.
+        An API server adds a serial number to a user's id, so an id stands for all requests that were sent with it.
         """
         wanted = None if request_ids is None else set(request_ids)
         found = [
@@ -242,7 +242,8 @@ class InFlightRequests:
         """Note the progress of a request whose engine had not sent a token of it before this chunk."""
         request.record_started(has_token=bool(chunk.token_ids))
         if request.prefix_match is not None and not chunk.is_started:
-            # Prompt log-probabilities need a computed prompt, so then the engine uses less of its cache than it has.
+            # With prompt log-probabilities or `skip_reading_prefix_cache` an engine computes tokens that its cache
+            # has, so `num_cached_tokens` says nothing about the cache.
             message = request.message
             is_exact = message.sampling.prompt_logprobs is None and not message.skip_reading_prefix_cache
             self._record_started(request, chunk.num_cached_tokens if is_exact else None)

@@ -19,7 +19,7 @@ class Logprob:
 
     logprob: float
     """Natural logarithm of the model's own probability, before any sampling parameter. With the option `logprobs_mode`
-    it may be a logit instead, or a number after the sampling parameters: minus infinity for a token that they drop."""
+    it may be a logit instead, or be processed by the sampling parameters: minus infinity for a token that they drop."""
     rank: int | None = None
     """1 is the likeliest; None for a token that was reported only because its id was requested."""
     decoded_token: str | None = None
@@ -28,14 +28,14 @@ class Logprob:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WeightVersionSpan:
-    """Consecutive tokens of a completion that weights of one version made."""
+    """Consecutive tokens of a completion that were computed with one version of the weights."""
 
     version: str
     """The trainer's name for the weights; "default" for those of the checkpoint."""
     start: int
-    """Index of the first of the tokens among the completion's."""
+    """Index of the first token, in the tokens of the completion."""
     end: int
-    """Index after the last of them."""
+    """Index after the last token."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,9 +66,9 @@ class CompletionOutput:
     """The versions of the weights that made `token_ids`, without gaps; None in a part of a stream before the last one.
     The last part has those of the whole completion."""
     lora_request: Any = None
-    """None, as there are no adapters."""
+    """Always None: outputs do not name their adapter."""
     kv_transfer_params: dict[str, Any] | None = None
-    """None, as caches are not transferred between deployments."""
+    """Always None: caches are not transferred between deployments."""
 
     def finished(self) -> bool:
         """Return whether the completion has ended."""
@@ -108,13 +108,13 @@ class RequestOutput:
     metrics: RequestStateStats | None = field(default=None, compare=False)
     """Times of the request; None in an output that was made before the end."""
     lora_request: Any = None
-    """None, as there are no adapters."""
+    """Always None: outputs do not name their adapter."""
     encoder_prompt: str | None = None
-    """None, as there are no models with an encoder."""
+    """Always None: no supported model has an encoder."""
     encoder_prompt_token_ids: list[int] | None = None
-    """None, as `encoder_prompt`."""
+    """Always None, as `encoder_prompt`."""
     kv_transfer_params: dict[str, Any] | None = None
-    """None, as caches are not transferred between deployments."""
+    """Always None: caches are not transferred between deployments."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -105,7 +105,7 @@ class ClientRequest:
         self.arrival_time = 0.0
         """Time at which the request was sent, in seconds of the system's clock."""
         self.arrived_at = 0.0
-        """The same time by `time.perf_counter`, as the following ones."""
+        """The same time by `time.perf_counter`, as are the times below."""
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
         self.on_output: Callable[[], None] | None = None

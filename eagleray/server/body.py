@@ -86,7 +86,7 @@ class BodyDecoder(Generic[T]):
         return body
 
     def convert(self, fields: Mapping[str, Any]) -> T:
-        """Convert decoded fields, in which texts may stand for numbers. Raises `InvalidRequest`."""
+        """Convert decoded fields; numbers may be given as texts. Raises `InvalidRequest`."""
         try:
             return msgspec.convert(fields, self._kind, strict=False)
         except msgspec.ValidationError as error:

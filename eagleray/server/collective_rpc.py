@@ -47,8 +47,11 @@ class CollectiveRpcResponse(msgspec.Struct, frozen=True):
 
 
 class CollectiveRpcRoute:
-    """The handler. `is_control`: whether the route is for those alone who may change the weights. Only then, and
-    without an extension whose methods they may be, are the methods of SkyRL control calls."""
+    """The handler. `is_control`: whether the route needs the rights of a control route.
+
+    The methods of SkyRL's worker extension become control calls only if `is_control`, and if there is no extension that
+    may have methods of these names.
+    """
 
     def __init__(self, service: Service, *, is_control: bool, has_extension: bool) -> None:
         self._service = service

@@ -57,7 +57,7 @@ class Operation(NamedTuple):
 
 class Endpoint:
     """A URL pattern and its operations, as an ASGI application. `is_open`: whether it needs no API key. `is_control`:
-    whether it is for whoever may pause the instance and change its weights."""
+    whether it needs the rights of a control route, see `KeyCheck`."""
 
     def __init__(
         self, pattern: str, *, is_open: bool = False, is_control: bool = False, **operations: Operation
@@ -105,7 +105,7 @@ class RequestMiddleware:
         try:
             headers = Headers(scope=scope)
             state["request_id"] = answer.request_id = _request_id(headers, answer.request_id)
-            # the path as the router takes it: without the prefix at which a program has mounted the app
+            # the path that the router matches: without the prefix at which a program has mounted the app
             path = get_route_path(scope)
             if self._keys.has_keys or path in self._control_paths:
                 self._keys.check(path, headers, scope.get("client"))

@@ -1,4 +1,4 @@
-"""/inference/v1/generate: token ids in, token ids out, or a text. Needs a tokenizer only for texts.
+"""/inference/v1/generate: takes token ids and returns token ids, or a text, which alone needs a tokenizer.
 
 Bodies and answers are those of vLLM. As there, the model's generation_config.json does not change sampling parameters
 that the body leaves out, so a trainer knows the distribution; only its limit of tokens counts.
@@ -124,7 +124,7 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
 
 
 OWN_NAMES = tuple(GenerateSampling.__annotations__)
-"""The fields of `SamplingParams` that this route alone has."""
+"""Fields of `SamplingParams` that only this route has."""
 
 FIELD_NAMES = {name: f"sampling_params.{name}" for name in (*SAMPLING_NAMES, *OWN_NAMES)} | {"prompt": "token_ids"}
 
@@ -160,7 +160,7 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
         return self.body.output_mode == "text"
 
     def _check_text(self, *, detokenize: bool) -> None:
-        """Raise `InvalidRequest` if there can be no text."""
+        """Raise `InvalidRequest` if the answer cannot have a text."""
         if not detokenize:
             raise InvalidRequest(
                 "`output_mode` text needs `detokenize`, which is false in `sampling_params`: drop one of them",

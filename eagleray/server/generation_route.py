@@ -217,8 +217,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             await emit(self._make_chunk([]))
 
     async def _prompt_logprobs(self, generation: Generation, k: int | None) -> PromptLogprobList | UnsetType:
-        """Return the log-probabilities of the prompt for an answer; UNSET if `k`, the number asked for, is None. -1 is
-        every token."""
+        """Return the log-probabilities of the prompt for an answer; UNSET if `k`, the requested number, is None. -1
+        stands for the whole vocabulary."""
         if k is None or generation.prompt_logprobs is None:
             return UNSET
         k = self.service.vocab_size if k == -1 else k

@@ -1,4 +1,4 @@
-"""The API keys that a request must show: any key of the server, or, for control routes, an admin key.
+"""The API keys that a request must have: any key of the server, or, for control routes, an admin key.
 
 Pure; driven by the middleware for every request.
 """
@@ -15,7 +15,7 @@ from eagleray.config.sections import Config
 from eagleray.server.error_responses import CONTROL_FORBIDDEN, WRONG_API_KEY, RefusedRequest
 
 RELAYED = {"origin", "forwarded", "x-forwarded-for"}
-"""Headers of requests that a browser sends for a page, or a proxy for a client that may be anywhere."""
+"""Headers of requests that may come from elsewhere: from a page in a browser, or through a proxy."""
 
 
 class KeyCheck:
@@ -30,7 +30,7 @@ class KeyCheck:
         self._keys = _encoded(options.api_key)
         self._all_keys = self._keys + admin_keys
         self.has_keys = bool(self._all_keys)
-        """Whether there are keys at all; without them only control routes need a check."""
+        """Whether there is any key; without one only control routes need a check."""
         self._control_keys = admin_keys or self._keys
         self._serves_remote_control = bool(
             options.enable_rl or options.enable_sleep_mode or config.execution.weight_transfer_config
@@ -46,7 +46,7 @@ class KeyCheck:
             elif not self._serves_remote_control and not (_is_local(client) and RELAYED.isdisjoint(headers.keys())):
                 raise RefusedRequest(
                     f"{path} pauses the instance or changes its weights: without API keys it serves clients of this "
-                    "host only. Start the server with `--admin-api-key`, or with `--enable-rl` to let everyone in",
+                    "host only. Start the server with `--admin-api-key`, or with `--enable-rl` to serve all clients",
                     CONTROL_FORBIDDEN,
                 )
         elif self._keys and path not in self._open_paths:

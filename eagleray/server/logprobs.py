@@ -19,7 +19,7 @@ ENTRIES_AT_ONCE = 1024
 """Number of log-probabilities that are formatted before the event loop serves others: some milliseconds' work."""
 
 LEAST = -9999.0
-"""Stand-in for minus infinity, the number of a token that was ruled out, which JSON does not have."""
+"""Stand-in for minus infinity, the log-probability or logit of a dropped token: JSON has no infinity."""
 
 ENCODER = msgspec.json.Encoder()
 

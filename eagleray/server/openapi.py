@@ -17,8 +17,8 @@ from eagleray.server.http_responses import MSGPACK
 REASONS = {
     400: "The request is wrong; `param` names the field.",
     401: "No API key, or an unknown one.",
-    403: "The route is for clients of this host, or for whoever has a key.",
-    404: "The model is not served here, or what the request names does not exist.",
+    403: "Without an API key, the route serves only clients of its own host.",
+    404: "The model is not served here, or a directory or adapter that the request names does not exist.",
     409: "The state of the instance forbids the call; the message says which call ends it.",
     413: "The request's body is too large.",
     429: "Too many requests are in flight; try again after the seconds of the header Retry-After.",
@@ -29,8 +29,7 @@ REASONS = {
 
 
 def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool, control_needs_key: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of these endpoints, of which control routes may need a key although others do
-    not."""
+    """Return the OpenAPI 3.1 document of these endpoints. `control_needs_key`: whether control routes need a key."""
     operations = [operation for endpoint in endpoints for operation in endpoint.operations.values()]
     types = [
         part
@@ -97,7 +96,7 @@ def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
 
 
 def _query_parameters(kind: type) -> list[dict[str, Any]]:
-    """Describe the fields of a struct as query parameters. Objects are left out, because only a body holds them."""
+    """Describe the fields of a struct as query parameters. Objects are left out: only a body can have them."""
     properties = msgspec.json.schema_components([kind])[1][kind.__name__]["properties"]
     return [
         {"name": name, "in": "query", "schema": schema}

@@ -1,4 +1,4 @@
-"""Parameters of control calls: query parameters or fields of a JSON body, in the form of a struct.
+"""Parameters of control calls: query parameters or fields of a JSON body, decoded into a struct.
 
 Clients of other engines send some calls without a body, some with one, and some with a query. Driven by the handlers.
 """
@@ -25,8 +25,8 @@ class ControlParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class ParameterDecoder(Generic[T]):
-    """Reads the parameters of one route in the form of the struct `kind`. A field of the body counts before one of the
-    query."""
+    """Reads the parameters of one route in the form of the struct `kind`. A field of the body
+    takes precedence over one of the query."""
 
     def __init__(self, kind: type[T], service: Service) -> None:
         self._kind = kind

@@ -27,7 +27,7 @@ class RawRoutedExperts(msgspec.Struct, frozen=True):
 
 
 COMPACT_DTYPES = (np.uint8, np.int16, np.int32)
-"""Types of expert numbers. SkyRL's client accepts only the first one that has all numbers of the array."""
+"""Types of expert numbers. SkyRL's client accepts only the first one in which all numbers of the array fit."""
 
 RoutedExpertsField = (
     Annotated[bytes, Meta(description="A .npy file of [num_tokens, num_moe_layers, top_k]; base64 in JSON.")]

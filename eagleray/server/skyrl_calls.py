@@ -1,7 +1,7 @@
-"""Methods of workers that SkyRL's client calls through /collective_rpc, as control calls of the instance.
+"""Methods that SkyRL's client calls through /collective_rpc, as control calls of the instance.
 
-There they are methods of SkyRL's worker extension. Here an update belongs to the whole instance, so that all engines
-commit it together and an engine that is replaced has it too. Pure.
+SkyRL has a worker extension with these methods. Here an update belongs to the whole instance, so that all engines
+commit it together and an engine that is replaced gets it too. Pure.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from eagleray.messages.control import ControlRequest, FinishWeightUpdate
 
 
 def skyrl_request(method: str, kwargs: Mapping[str, Any]) -> ControlRequest | None:
-    """Return the control call that the method stands for, or None for another method. Raises `InvalidRequest` for
-    arguments that it does not have."""
+    """Return the control call for a method of SkyRL, or None for another method. Raises `InvalidRequest` for wrong
+    arguments."""
     make = CALLS.get(method)
     if make is None:
         return None

@@ -64,10 +64,10 @@ class StatusRoutes:
         return json_response(Status())
 
     def _check_serving(self) -> None:
-        """Raise `RefusedRequest` with the name of a state in which requests wait. While an update is open they run,
-        unless it overwrites the weights."""
+        """Raise `RefusedRequest`, with the name of the state as its code, while requests have to wait. They run while
+        an update is open, unless it overwrites the weights."""
         state = self._service.client.state
-        if state.may_step or state.is_held:  # held for a moment only
+        if state.may_step or state.is_held:  # a hold lasts only a moment
             return
         name = "sleeping" if state.asleep else "paused" if state.pause is not None else "updating"
         reason = f"the instance is {name}: requests that come now wait"

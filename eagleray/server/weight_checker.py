@@ -1,6 +1,6 @@
-"""/weight_checker: checksums of the weights that every worker computes with, to compare before and after an update.
+"""/weight_checker: checksums of the weights of every worker, to be compared with those of another time.
 
-Nothing is kept here: the caller keeps the checksums, and sends them to compare. A key is dpD:ppP:tpT:NAME, with the
+The server keeps no checksums: the caller does, and sends them to compare. A key is dpD:ppP:tpT:NAME, with the
 ranks of the worker and the checkpoint's name of the tensor. Tensors that are packed together have the same checksum.
 """
 
@@ -32,7 +32,7 @@ class CheckerResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """SHA-256, in hexadecimal digits."""
     match: bool | msgspec.UnsetType = msgspec.UNSET
     mismatches: Annotated[
-        list[str] | msgspec.UnsetType, Meta(description="Keys whose checksums differ, or that one of the two lacks.")
+        list[str] | msgspec.UnsetType, Meta(description="Keys whose checksums differ, or which only one side has.")
     ] = msgspec.UNSET
 
 

@@ -81,7 +81,7 @@ class VersionResponse(SuccessResponse, frozen=True):
 
 
 class OperationInfo(msgspec.Struct, frozen=True):
-    """The call that is executed."""
+    """The call that is being executed."""
 
     name: str
     id: str
@@ -105,13 +105,16 @@ class WeightInfo(msgspec.Struct, frozen=True):
     weight_version: str
     update: Annotated[int, Meta(description="Number of the last update that an engine serves.")]
     required: Annotated[int, Meta(description="Number of the last update that was committed.")]
-    instance: Annotated[str, Meta(description="Another one has the checkpoint's weights again.")]
+    instance: Annotated[
+        str, Meta(description="Id of the instance. A restart makes another one, with the checkpoint's weights.")
+    ]
     state: str
     is_paused: bool
     asleep: list[str]
     operation: OperationInfo | None
     dropped: Annotated[
-        str | None, Meta(description="Why the last update was dropped, if that was in the pause that lasts.")
+        str | None,
+        Meta(description="Cause for which the last update was dropped, if that happened in the present pause."),
     ]
     engines: list[EngineWeights]
 

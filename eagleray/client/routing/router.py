@@ -152,7 +152,7 @@ class Router:
         load = next(iter(self._loads.values()), None)
         if load is None:
             return []
-        # Engines apply an update at almost the same time; those that have not yet will forget their blocks soon.
+        # Engines apply an update at almost the same time: an engine that has not yet will soon drop its cached blocks.
         update = max(other.update for other in self._loads.values())
         return block_hashes(
             token_ids, block_size=load.block_size, cache_salt=cache_salt, update=update, adapter=adapter

@@ -1,7 +1,7 @@
 """eagleray under the names of vLLM 0.32, for programs that import `vllm`.
 
-A program gets it as `vllm` by its path, `PYTHONPATH=$(python -m eagleray.compat.vllm)`, or by a call,
-`eagleray.compat.alias.install()`, before it imports `vllm`. Names that are not here raise an ImportError.
+`PYTHONPATH=$(python -m eagleray.compat.vllm)` makes a program import it as `vllm`; so does the call
+`eagleray.compat.alias.install()` before the first import. Names that are not here raise an ImportError.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ GPUS_VARIABLE = "VLLM_RAY_PER_WORKER_GPUS"
 def eagleray_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of eagleray for those of vLLM; None means that an option was not given.
 
-    Raises `ConfigError` for a value that cannot be had.
+    Raises `ConfigError` for a value that is not supported.
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name in [name for name in given if name in WITHOUT_EFFECT]:

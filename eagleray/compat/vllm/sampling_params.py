@@ -11,7 +11,7 @@ __all__ = ["RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
 
 
 class StructuredOutputsParams:
-    """A grammar for the output, which cannot be had yet. Raises `InvalidRequest`."""
+    """A grammar for the output, which is not supported: the constructor raises `InvalidRequest`."""
 
     def __init__(self, **_: Any) -> None:
         raise InvalidRequest("structured outputs are not supported: leave `structured_outputs` out")

@@ -27,13 +27,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailedOutcome(Outcome, frozen=True, kw_only=True):
-    """A failure, with the fields of other routes' errors."""
+    """A failure, with `error` as in the answers of other routes."""
 
     error: ErrorBody
 
 
 class ControlCaller:
-    """Sends the control calls of one HTTP request, which are repeated as one if the request is."""
+    """Sends the control calls of one HTTP request under its id, so that a repeated request joins them."""
 
     def __init__(self, client: Client, request_id: str, timeout: float | None) -> None:
         self._client = client

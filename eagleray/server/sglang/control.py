@@ -32,7 +32,7 @@ class PauseGenerationParameters(ControlParameters, kw_only=True):
     mode: Annotated[
         Literal["abort", "in_place", "retract"],
         Meta(
-            description="Running requests end with what they have (abort), continue after the pause (in_place), or "
+            description="Running requests end with the tokens so far (abort), continue after the pause (in_place), or "
             "give up their cache and are computed again after it (retract)."
         ),
     ] = "abort"
@@ -73,7 +73,7 @@ def sglang_control_endpoints(service: Service) -> list[Endpoint]:
             service,
             AbortRequestParameters,
             abort,
-            "End requests, which deliver what they have.",
+            "End requests, which deliver the tokens so far.",
             response=AbortOutcome,
         ),
         sglang_endpoint(
@@ -108,7 +108,10 @@ async def pause(call: ControlCaller, given: PauseGenerationParameters) -> Outcom
 
 
 async def resume(call: ControlCaller, given: ContinueGenerationParameters) -> Outcome:
-    """Commit the update that a pause held open, and end the pause. Weights that were lost must not go unnoticed."""
+    """Commit the update of the pause, and end the pause.
+
+    Raises `WrongState` if the update was dropped, so that the trainer does not take old weights for new ones.
+    """
     info = await call(GetWeightInfo())
     if info["state"] == "updating":
         await call(FinishWeightUpdate())

@@ -187,7 +187,7 @@ async def _stream_all(parsed: Sequence[ParsedSGLangPrompt], emit: Emit, *, is_li
 
 
 class StreamedCompletion:
-    """All that the events of one completion have shown."""
+    """Content of the events of one completion so far."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -250,7 +250,7 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
         )
 
     def _check_logprobs(self) -> None:
-        """Raise `InvalidRequest` for fields that could have no effect."""
+        """Raise `InvalidRequest` for fields that would have no effect."""
         body = self.body
         if not body.return_logprob and (body.top_logprobs_num or body.token_ids_logprob or body.logprob_start_len >= 0):
             raise InvalidRequest(
@@ -322,7 +322,7 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
     def _make_chunk(self, choices: list[Any]) -> SGLangCompletion:
         raise AssertionError("events have one completion each")
 
-    # What both have.
+    # Parts of both.
 
     def _meta_info(self, generation: Generation, part: CompletionOutput | CompletionDelta) -> MetaInfo:
         is_last = part.finish_reason is not None
@@ -363,7 +363,7 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
             meta_info.routed_experts_start_len = start
 
     async def _read_prompt(self, generation: Generation) -> None:
-        """Format the log-probabilities of the prompt, if they are asked for."""
+        """Format the log-probabilities of the prompt, if they were requested."""
         body = self.body
         if not body.return_logprob or self._input_logprobs:
             return

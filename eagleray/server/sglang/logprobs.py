@@ -12,7 +12,7 @@ from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.server.logprobs import LEAST
 
 TokenEntry = tuple[float | None, int, str | None]
-"""Log-probability, token id, and text if it is asked for. The prompt's first token has no log-probability."""
+"""Log-probability, token id, and the text if requested. The prompt's first token has no log-probability."""
 
 ENCODER = msgspec.json.Encoder()
 
@@ -24,7 +24,7 @@ class SGLangLogprobs(msgspec.Struct, frozen=True):
     top: list[list[TokenEntry] | None]
     """The likeliest tokens in order."""
     asked: list[list[TokenEntry] | None]
-    """The tokens that were asked for by id."""
+    """The tokens that were requested by id."""
 
 
 class EntryFormat:
@@ -36,7 +36,7 @@ class EntryFormat:
         self._tokenizer = tokenizer
 
     def format(self, token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None]) -> SGLangLogprobs:
-        """Return the entries of tokens. `positions`: log-probabilities by token id; None: there are none."""
+        """Return the entries of tokens. `positions`: log-probabilities by token id, None for a token without them."""
         logprobs = SGLangLogprobs([], [], [])
         for token_id, position in zip(token_ids, positions, strict=True):
             if position is None:

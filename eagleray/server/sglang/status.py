@@ -1,4 +1,4 @@
-"""Routes by which SGLang's clients learn the shape, the load and the health of an instance."""
+"""Routes with SGLang's names for the configuration, the load and the health of an instance."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from eagleray.server.server_info import ServerInfo, ServerInfoRoute
 from eagleray.server.service import Service
 
 HEALTH_SECONDS = 20.0
-"""Time for the token of /health_generate."""
+"""Time limit of the request that /health_generate sends."""
 
 
 class SGLangServerInfo(ServerInfo, frozen=True, kw_only=True):
-    """The fields of other routes' users, and those that trainers for SGLang compare."""
+    """`ServerInfo` with the fields that trainers for SGLang read."""
 
     model_path: str
     tp_size: int
@@ -30,13 +30,13 @@ class SGLangServerInfo(ServerInfo, frozen=True, kw_only=True):
     dp_size: int
     ep_size: int
     num_gpus: int
-    """Number of workers, which is the number of ranks in a trainer's group, less one."""
+    """Number of workers: the number of ranks in a trainer's group minus one, the trainer."""
     enable_memory_saver: bool
     enable_return_routed_experts: bool
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The model, for routers."""
+    """Description of the model."""
 
     model_path: str
     tokenizer_path: str
@@ -125,7 +125,7 @@ class SGLangStatusRoutes:
         return json_response(Loads(time.time(), loads))
 
     async def health(self, request: Request) -> Response:
-        """Generate a token, except while requests wait for the end of a pause, a sleep or an update."""
+        """Generate a token. While requests have to wait, as in a pause, only check that the engines are ready."""
         service = self._service
         service.check_ready()
         if service.client.state.may_step:

@@ -1,4 +1,4 @@
-"""Weight updates with SGLang's names. Trainers send them in many calls, each of which SGLang applies at once.
+"""Weight updates with SGLang's names. Trainers send one in many calls, each of which SGLang applies at once.
 
 Here the calls of a pause are one update, which /continue_generation commits, so that tensors that are packed together
 may come in different calls. Without a pause each call is an update, unless /begin_weight_update came.
@@ -136,7 +136,7 @@ def sglang_weight_endpoints(service: Service) -> list[Endpoint]:
 
 async def init_group(call: ControlCaller, given: InitGroupParameters) -> Outcome:
     if (await call(GetWeightInfo()))["state"] == "updating":
-        await call(AbortWeightUpdate())  # a trainer that died has left it open
+        await call(AbortWeightUpdate())  # left open by a trainer that died
     info = {name: getattr(given, name) for name in InitGroupParameters.__annotations__}
     await call(InitWeightTransfer(init_info=info | {"backend": BACKENDS[given.backend]}))
     return Outcome(message=f"The workers have joined the group {given.group_name}.")

@@ -1,4 +1,4 @@
-"""The asynchronous interface, with the attributes that programs reach into."""
+"""The asynchronous interface, with internal attributes that programs use."""
 
 from __future__ import annotations
 

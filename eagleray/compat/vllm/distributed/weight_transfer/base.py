@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass
 class WeightTransferInitRequest:
-    """Fields of a backend."""
+    """Request to connect to a trainer: the fields of a backend."""
 
     init_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class WeightTransferUpdateRequest:
-    """Description of the tensors that come."""
+    """Request to receive tensors, with their description."""
 
     update_info: dict[str, Any] = field(default_factory=dict)
