@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import TypeVar
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from eagleray.models.weights import Alias, Param, Weights
 
 BATCH_BYTES = 256 << 20
 """Bytes of tensors that are taken from an iterator before complete groups are packed."""
-
-T = TypeVar("T")
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -102,8 +100,8 @@ class GroupUpdate:
     came: dict[str, Pushed] = field(default_factory=dict)
     staged: list[Tensor] | None = None
     """Memory of the new weights, as `WeightGroup.places` has that of the old ones."""
-    tied: Pushed | None = None
-    """The tensor that came under the name that is tied to the group's, in another batch."""
+    tied: list[Tensor] | None = None
+    """Memory of the packed tensor that came under the name that is tied to the group's, in another batch."""
     is_touched: bool = False
     is_packed: bool = False
     """Whether the group was complete before in this update. From then on its tensors may come alone."""
@@ -212,7 +210,7 @@ class WeightUpdate:
     def tied_mismatch(self) -> WeightsMismatch | None:
         """Return an error if a tensor has come that is tied to one of this rank's and differs from it."""
         tied = [group for group in self._pending if group.tied is not None]
-        return self._names.tied_mismatch() if tied and not all(self._run(self._has_tied_numbers, tied)) else None
+        return self._names.tied_mismatch() if not all(map(self._has_tied_numbers, tied)) else None
 
     def untouched(self) -> list[str]:
         """Return the names of this rank's tensors in groups for which nothing has come."""
@@ -227,6 +225,7 @@ class WeightUpdate:
         """Copy the new weights of complete groups over the old ones, between two steps."""
         self._run(self._replace, [group for group in self._pending if group.staged is not None])
         for group in self._pending:
+            self._memory.release(group.tied or ())
             group.tied = None
         self._pending = {group: None for group in self._pending if group.came}
 
@@ -293,20 +292,23 @@ class WeightUpdate:
         if self._names.tied is None or self._names.tied[1] not in batch:
             return
         first, second = self._names.tied
-        for group, param in self._owners.get(first, ()):
-            # both in one batch are equal, see `check_tied`
-            group.tied = None if first in batch else Pushed(batch[second].detach()).copied(param)
+        groups = [group for group, _ in self._owners.get(first, ())]
+        for group in groups:
+            self._memory.release(group.tied or ())
+            group.tied = None
             self._pending[group] = None
+        if first not in batch:  # both in one batch are equal, see `check_tied`
+            pushed = Pushed(batch[second].detach())
+            self._run(partial(self._pack_tied, pushed), groups)
+
+    def _pack_tied(self, pushed: Pushed, group: GroupUpdate) -> None:
+        (param,) = group.group.params
+        group.tied = self._pack(group.group, PushedWeights(self._rules, {param.name: pushed}, self._scratch))
 
     def _has_tied_numbers(self, group: GroupUpdate) -> bool:
         """Whether the tensor that came under the tied name has the numbers of the group, the new ones if they came."""
-        assert group.tied is not None
-        name = group.group.params[0].name
-        packed = self._pack(group.group, PushedWeights(self._rules, {name: group.tied}, self._scratch))
         present = group.staged or group.group.places()[0]
-        is_equal = all(torch.equal(one, other) for one, other in zip(packed, present, strict=True))
-        self._memory.release(packed)
-        return is_equal
+        return all(torch.equal(one, other) for one, other in zip(group.tied or (), present, strict=True))
 
     def _stage(self, group: GroupUpdate) -> None:
         """Pack the new weights of a complete group."""
@@ -360,13 +362,13 @@ class WeightUpdate:
         self._memory.release(group.staged)
         group.staged = None
 
-    def _run(self, function: Callable[[GroupUpdate], T], groups: Sequence[GroupUpdate]) -> list[T]:
+    def _run(self, function: Callable[[GroupUpdate], None], groups: Sequence[GroupUpdate]) -> None:
         if not self.is_open:
             raise WrongState("the weight update was dropped")
         self._synchronize()
-        results = list(self._pool.map(function, groups))
+        for _ in self._pool.map(function, groups):
+            pass
         self._synchronize()
-        return results
 
     def _synchronize(self) -> None:
         """Wait for the device: steps, trainers and the threads of this update have streams of their own."""

@@ -31,8 +31,11 @@ def flash_attn_with_kvcache(
     causal: bool,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """Compute what the function of this name documents: q [tokens, heads, size], caches [blocks, block size, key heads,
-    size]; the last query of a row sees its last key; a query sees `window_size[0]` keys before its own."""
+    """Compute the documented result of the function of this name.
+
+    q: [tokens, heads, size]; caches: [blocks, block size, key heads, size]. The last query of a row sees its last key;
+    a query sees `window_size[0]` keys before its own.
+    """
     assert causal and all(part.dtype == torch.int32 for part in (cache_seqlens, page_table, cu_seqlens_q))
     assert cu_seqlens_q[0] == 0 and cu_seqlens_q[-1] == len(q) and len(cu_seqlens_q) == len(cache_seqlens) + 1
     out = torch.empty_like(q)

@@ -14,10 +14,10 @@ from eagleray.kernels.backend import HiddenStates
 from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.cuda.program import CudaProgram
 from eagleray.kernels.expert_trace import ExpertTrace
-from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, RouterParams
-from eagleray.kernels.recording_backend import PassLimits, RecordedForward
+from eagleray.kernels.recording_backend import RecordedForward
 from eagleray.kernels.rope import DefaultRope, Rope
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
@@ -125,7 +125,7 @@ Compute = Callable[[HiddenStates, Any, Any], HiddenStates]
 
 @dataclass
 class Pass:
-    """A pass of `compute` with a cache of two layers, whose first block belongs to nobody."""
+    """A pass of `compute` with a cache of two layers, whose first block no row uses."""
 
     backend: TorchBackend | CudaBackend
     compute: Compute

@@ -35,7 +35,7 @@ OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(\w+)", re.MULTILINE)
 """The first word of a line of machine code, behind its predicate."""
 
 USAGE = re.compile(r"\b(REG|STACK|LOCAL):(\d+)")
-"""What a thread of the kernel uses: registers, and bytes of local memory."""
+"""Pattern of the registers and the bytes of local memory that a thread of the kernel uses."""
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
