@@ -11,20 +11,18 @@ import base64
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from eagleray.client.outputs import CompletionDelta, CompletionOutput, WeightVersionSpan
+from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.generation import Generation, GenerationGroup, GenerationTask
@@ -32,7 +30,8 @@ from eagleray.server.generation_route import ROUTING_HEADERS, ParsedRequest
 from eagleray.server.http_responses import Emit, EventStream, json_response, unless_disconnected
 from eagleray.server.logprobs import slices
 from eagleray.server.service import Service
-from eagleray.server.sglang.logprobs import EntryFormat, GrowingList, SGLangLogprobs, TokenEntry
+from eagleray.server.sglang.completions import MetaInfo, SGLangCompletion, finish_reason
+from eagleray.server.sglang.logprobs import EntryFormat, GrowingList, SGLangLogprobs
 from eagleray.server.sglang.requests import SGLangGenerateRequest, SGLangPrompt, split_batch
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -72,48 +71,6 @@ FIELD_NAMES = {ours: f"sampling_params.{name}" for name, ours in OUR_NAMES.items
     "logprob_token_ids": "token_ids_logprob",
     "routed_experts_prompt_start": "routed_experts_start_len",
 }
-
-
-class SGLangFinishReason(msgspec.Struct, frozen=True, kw_only=True):
-    type: Annotated[str, Meta(description="stop, length or abort.")]
-    matched: Annotated[
-        int | str | UnsetType | None, Meta(description="Token or text that ended a completion of type stop.")
-    ] = UNSET
-    length: int | UnsetType = UNSET
-    message: str | UnsetType = UNSET
-
-
-class MetaInfo(msgspec.Struct, kw_only=True):
-    id: str
-    finish_reason: SGLangFinishReason | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: Annotated[int, Meta(description="Tokens of the prompt that the prefix cache had.")]
-    weight_version: Annotated[str, Meta(description="Version of the weights that made the last token.")]
-    weight_versions: Annotated[
-        list[WeightVersionSpan] | UnsetType, Meta(description="Versions of the weights by tokens, at the end.")
-    ] = UNSET
-    e2e_latency: Annotated[float | UnsetType, Meta(description="Seconds, at the end.")] = UNSET
-    input_token_logprobs: list[TokenEntry] | UnsetType = UNSET
-    input_top_logprobs: list[list[TokenEntry] | None] | UnsetType = UNSET
-    output_token_logprobs: Annotated[
-        list[TokenEntry] | UnsetType, Meta(description="Log-probability, token id and text or null of each token.")
-    ] = UNSET
-    output_top_logprobs: list[list[TokenEntry] | None] | UnsetType = UNSET
-    output_token_ids_logprobs: list[list[TokenEntry] | None] | UnsetType = UNSET
-    routed_experts: Annotated[
-        str | UnsetType, Meta(description="int32 of [num_tokens - 1 - start, num_layers, top_k], in base64.")
-    ] = UNSET
-    routed_experts_start_len: int | UnsetType = UNSET
-
-
-class SGLangCompletion(msgspec.Struct, kw_only=True):
-    """A completion; a request of several, or with `n`, is answered by a list of them."""
-
-    text: str
-    output_ids: list[int]
-    meta_info: MetaInfo
-    index: Annotated[int | UnsetType, Meta(description="Number of the completion, in events of several.")] = UNSET
 
 
 class SGLangGenerateRoute:
@@ -331,7 +288,7 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
             num_tokens = self._streamed[part.index].num_tokens
         meta_info = MetaInfo(
             id=self.body.rid,
-            finish_reason=_finish_reason(part, num_tokens) if is_last else None,
+            finish_reason=finish_reason(part, num_tokens) if is_last else None,
             prompt_tokens=len(generation.prompt_token_ids),
             completion_tokens=num_tokens,
             cached_tokens=0,
@@ -392,16 +349,3 @@ def _of_all_layers(rows: Array, routing: RoutingInfo | None) -> Array:
     whole = np.zeros((rows.shape[0], routing.num_model_layers, rows.shape[2]), "<i4")
     whole[:, list(routing.layers)] = rows
     return whole
-
-
-def _finish_reason(part: CompletionOutput | CompletionDelta, num_tokens: int) -> SGLangFinishReason:
-    match part.finish_reason:
-        case FinishReason.STOP:
-            matched = part.stop_reason
-            if matched is None and part.token_ids:
-                matched = part.token_ids[-1]  # an end-of-sequence token
-            return SGLangFinishReason(type="stop", matched=matched)
-        case FinishReason.LENGTH:
-            return SGLangFinishReason(type="length", length=num_tokens)
-        case _:
-            return SGLangFinishReason(type="abort", message="The request was aborted.")
