@@ -1,4 +1,4 @@
-"""Adapters of an engine: has its workers load those that the instance has, and frees the slots of the others.
+"""Low-rank adapters of an engine: its workers load the adapters of the instance, and the slots of others are freed.
 
 Driven by `EngineControl`.
 """
@@ -26,18 +26,20 @@ class EngineAdapters:
         self._clock = clock
 
     def load(self, adapter: Adapter, timeout: float) -> Generator[str, None, dict[str, Any] | Failure]:
-        """Load an adapter into a slot of its own, within `timeout` seconds. It waits until one is free: requests that
-        run with adapters from before may have all. Returns the hash of the files as `digest`."""
+        """Load an adapter into a slot of its own, within `timeout` seconds. Returns the hash of the files as `digest`.
+
+        It waits for a free slot: running requests may use replaced or unloaded adapters in all of them.
+        """
         slots, deadline = self._core.scheduler.adapters, self._clock() + timeout
         while not slots.has_free and adapter.number not in slots:
             if not self._core.scheduler.may_plan:
                 return Failure.of(
                     WrongState(
-                        "requests that are paused have all slots, with adapters that were replaced or unloaded: call "
-                        "resume first, or raise option `max_loras`"
+                        "paused requests with replaced or unloaded adapters use all slots: call resume first, or raise "
+                        "option `max_loras`"
                     )
                 )
-            yield "requests that run with adapters that were replaced or unloaded"
+            yield "requests with replaced or unloaded adapters"
         if adapter.number in slots:
             return {"digest": adapter.digest}
         used = slots.allocate(adapter)
@@ -53,12 +55,12 @@ class EngineAdapters:
         return {"digest": digests.pop()}
 
     def drop(self, number: int) -> None:
-        """Drop an adapter that not all engines could load."""
+        """Drop an adapter that another engine could not load."""
         self._core.scheduler.adapters.retire(number)
 
     def adopt(self, state: InstanceState, timeout: float, *, needs_all: bool) -> Generator[str, None, None]:
-        """Load the adapters of the instance that are not here, and retire the others. One that cannot be loaded here
-        fails its own requests only, unless the engine `needs_all`: then it raises `CheckpointError`."""
+        """Load the adapters of the instance that this engine lacks, and retire the others. If one cannot be loaded,
+        only its own requests fail, unless `needs_all` is set: then `CheckpointError` is raised."""
         slots = self._core.scheduler.adapters
         slots.retire_others(state.adapters)
         if "weights" in state.asleep:

@@ -1,12 +1,12 @@
-"""Execution of the supervisor's commands: pauses, sleep, the moment at which an update is applied.
+"""Execution of the supervisor's commands: pauses, sleep, the phases of a weight update.
 
-Owns the engine's copy of the instance's state. A command is a generator that yields, as long as it has to wait, what it
-waits for; the engine's loop resumes it after every step, so that messages are handled and steps go on meanwhile.
-Commands are executed one after the other. Workers are called between steps: a step in flight is finished before, on
-all stages, because every worker handles its calls in order.
+Owns the engine's copy of the instance's state. Each command is a generator that yields a description of its wait while
+it has to wait; the engine's loop resumes it after every step, so that messages are handled and steps go on meanwhile.
+Commands are executed one after the other. Workers are called between steps: a step in flight is finished first, on all
+stages, because every worker handles its calls in order.
 
-Engines that share experts are stopped one by one, and one that is stopped takes part in the others' waves until all
-are. So before their memory changes, the supervisor has all of them stopped (`InstanceState.is_held`).
+Engines that share experts stop one by one, and a stopped engine takes part in the waves of the others until all have
+stopped. Therefore the supervisor stops all of them before their memory changes (`InstanceState.is_held`).
 
 Driven by the engine loop.
 """
@@ -51,7 +51,7 @@ logger = get_logger(__name__)
 
 Result = dict[str, Any] | Failure
 Execution = Generator[str, None, Result]
-"""Yields what it waits for, as a part of a sentence."""
+"""Execution of a command, which yields a noun phrase for its wait."""
 
 DROPPING_LEVEL = 2
 """Level of sleep at which the weights are dropped."""
@@ -62,7 +62,7 @@ class _Task:
     command: Command
     deadline: float
     execution: Execution | None = None
-    """None until it is its turn."""
+    """None until the commands before are finished."""
     waits_for: str = "its turn"
 
 
@@ -79,9 +79,9 @@ class EngineControl:
         host: str | None = None,
     ) -> None:
         self.state = InstanceState()
-        """State of the instance that this engine has adopted."""
+        """State of the instance, as this engine has adopted it."""
         self.update: int | None = 0
-        """Number of the update whose weights the engine has; None if they were dropped."""
+        """Number of the update whose weights the engine has; None if its weights are empty or a mixture."""
         self._engine = engine
         self._core = core
         self._publish = publish
@@ -89,10 +89,10 @@ class EngineControl:
         self._adapters = EngineAdapters(core)
         self._updates = EngineWeightUpdate(core.executor, wait_seconds=lambda: core.call_seconds, host=host)
         self.tasks: deque[_Task] = deque()
-        """Commands that are being executed, in order. While there are any, `advance` must be called soon."""
+        """Commands that are not finished, in order. While there are some, `advance` must be called often."""
 
     def adopt(self, state: InstanceState, *, timeout: float) -> None:
-        """Adopt the state of the instance that this engine joins, before it has requests."""
+        """Adopt the state of the instance at the start, before the engine has requests."""
         execution = self._set_state(SetState(state=state), timeout, is_start=True)
         for waits_for in execution:
             raise AssertionError(f"an engine without requests waits for {waits_for}")
@@ -205,7 +205,7 @@ class EngineControl:
         return self._updates.start(state.open_update, is_in_place=state.is_in_place)
 
     def _fetch_weights(self, command: FetchWeights, timeout: float) -> Execution:
-        """Replace weights that are older than the instance's, or unusable."""
+        """Replace weights that are unusable or older than those of the instance."""
         yield from self._stop()
         self.update = None
         outcome = yield from self._updates.fetch(command, timeout, is_cancelled=lambda: self._is_broken_off)
@@ -225,7 +225,7 @@ class EngineControl:
         return outcome
 
     def _stop(self) -> Execution:
-        """Plan no more steps, and wait until none is in flight."""
+        """Stop planning, and wait until no step is in flight."""
         self._core.scheduler.stop()
         while not self._core.is_settled:
             yield "steps in flight"
@@ -242,8 +242,8 @@ class EngineControl:
         return len(chunks)
 
     def _wake(self, before: InstanceState, state: InstanceState, timeout: float) -> Failure | None:
-        """Have the workers allocate the memory of what wakes. Returns a failure, and all of it is asleep still, if a
-        device has too little memory."""
+        """Have the workers allocate the memory of the parts that wake. Returns a failure, and all parts stay asleep, if
+        a device has too little memory."""
         asleep = _memory_tags(before)
         woken = tuple(tag for tag in asleep if tag not in state.asleep)
         if not woken:
@@ -255,7 +255,7 @@ class EngineControl:
         return failure
 
     def _sleep(self, before: InstanceState, state: InstanceState, timeout: float) -> int:
-        """Have the workers release the memory of what falls asleep. Returns the number of bytes."""
+        """Have the workers free the memory of the parts that fall asleep. Returns its size in bytes."""
         asleep, tags = _memory_tags(before), _memory_tags(state)
         if set(tags) <= set(asleep) and state.sleep_level <= before.sleep_level:
             return 0
@@ -272,12 +272,12 @@ class EngineControl:
 
     @property
     def _is_superseded(self) -> bool:
-        """Whether a later state ends the wait for the current one."""
+        """Whether a later state ends the wait of the current command."""
         return any(isinstance(task.command.body, SetState) for task in list(self.tasks)[1:])
 
     @property
     def _is_broken_off(self) -> bool:
-        """Whether a later command ends receiving."""
+        """Whether a later command ends the receiving or fetching of weights."""
         later = (task.command.body for task in list(self.tasks)[1:])
         return any(isinstance(body, AbortWeightUpdate | CloseWeightTransfer) for body in later)
 
@@ -300,7 +300,7 @@ class EngineControl:
                 scheduler.preempt_all()
             return {"success": scheduler.reset_prefix_cache()}
         finally:
-            self._continue()  # also at the deadline, since no later command would
+            self._continue()  # at the deadline too, because no later command would continue
 
 
 def _drains(state: InstanceState) -> bool:
@@ -310,5 +310,5 @@ def _drains(state: InstanceState) -> bool:
 
 
 def _memory_tags(state: InstanceState) -> tuple[SleepTag, ...]:
-    """Return the parts that are asleep and have memory."""
+    """Return the parts that are asleep and have memory of their own."""
     return tuple(tag for tag in state.asleep if tag != "scheduling")

@@ -1,7 +1,7 @@
 """The phases of a weight update on the workers of an engine, whose reports are merged into one.
 
-Receiving takes as long as the trainer does, so it is a generator that yields what it waits for; the engine takes steps
-meanwhile. The other phases are calls of a moment between two steps. Driven by `EngineControl`.
+Receiving takes as long as the trainer does, so it is a generator that yields a description of its wait, and the engine
+takes steps meanwhile. The other phases are short calls between two steps. Driven by `EngineControl`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from eagleray.messages.weight_transfer import (
 )
 
 MOST_MISSING = 100
-"""Names of missing weights in a reply."""
+"""Limit for the number of missing weights that a reply names."""
 
 Outcome = dict[str, Any] | Failure
-"""Result of a command, see `CommandDone`, or why it failed."""
+"""Result of a command, see `CommandDone`, or its failure."""
 
 
 class EngineWeightUpdate:
     """Has the workers of `executor` connect to a trainer, and receive, check and apply weights. A failure of one worker
-    is that of the engine: nothing is applied then.
+    is the result of the whole engine, and nothing is applied.
 
     `wait_seconds` returns the time limit of a call that is queued behind the steps in flight. `host`: address of this
     host for engines on others.
@@ -104,10 +104,10 @@ class EngineWeightUpdate:
         return {"missing": missing[:MOST_MISSING], "num_missing": len(missing)}
 
     def apply(self, number: int, timeout: float) -> bool:
-        """Apply the update of this number. Returns False if the workers have none. No step may be in flight that other
-        workers have finished with other weights.
+        """Apply the update of this number. Returns False if the workers have no such update. No step may be in flight,
+        because some workers would compute it with the old weights and others with the new ones.
 
-        Raises `EngineFailed` if only some of them have it: the engine would mix weights.
+        Raises `EngineFailed` if only some workers have the update: the engine would mix weights.
         """
         replies = self._executor.call(ApplyUpdate(number), UpdateApplied, timeout=timeout)
         applied = [rank for rank, reply in enumerate(replies) if reply.is_applied]
@@ -168,8 +168,8 @@ class EngineWeightUpdate:
         undo: CloseTransfer | DropUpdate,
         is_cancelled: Callable[[], bool],
     ) -> Generator[str, None, list[TransferProgress] | Failure]:
-        """Begin something on every worker and poll until it is done. If it fails on one, is cancelled, or the generator
-        is closed, `undo` is called on all."""
+        """Make a call on every worker and poll until it is done. If it fails on one, is cancelled, or the generator is
+        closed, `undo` is called on all."""
         is_done = False
         pending = self._executor.begin(call, TransferProgress)
         try:
@@ -201,8 +201,8 @@ class EngineWeightUpdate:
 def _first_failure(
     replies: Iterable[TransferProgress | UpdateChecked | TransferDone | StorageServed],
 ) -> Failure | None:
-    """Return the failure of the first rank that has one and is its cause: not that a group was left, if another says
-    why."""
+    """Return the failure of the lowest rank. A rank whose group was broken by others counts only if no rank has another
+    failure."""
     failures = [reply.failure for reply in replies if reply.failure is not None]
     causes = [failure for failure in failures if failure.kind != TransferBroken.__name__]
     return next(iter(causes or failures), None)

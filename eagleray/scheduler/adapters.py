@@ -1,7 +1,7 @@
 """The slots for low-rank adapters of an engine, and the requests that use them.
 
-An adapter that is replaced or unloaded keeps its slot until the requests that began with it have ended. Owned by the
-scheduler; the engine's control plane has slots filled (`engine/adapters.py`).
+An adapter that is replaced or unloaded keeps its slot until the requests that began with it have finished. Owned by the
+scheduler; `engine/adapters.py` has the workers load adapters into the slots.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class AdapterInSlot:
     slot: int
     num_requests: int = 0
     is_retired: bool = False
-    """Whether it was replaced or unloaded."""
+    """Whether the adapter was replaced or unloaded."""
 
     @property
     def number(self) -> int:
@@ -32,9 +32,9 @@ class AdapterSlots:
     def __init__(self, num_slots: int) -> None:
         self._free = list(reversed(range(num_slots)))
         self._used: dict[int, AdapterInSlot] = {}
-        """By the number of the adapter."""
+        """Adapters with a slot, by number."""
         self._missing: dict[str, str] = {}
-        """Reasons why adapters of the instance are not here, by name."""
+        """Reasons why this engine lacks adapters of the instance, by name."""
 
     def __contains__(self, number: int) -> bool:
         return number in self._used
@@ -51,7 +51,7 @@ class AdapterSlots:
         return used
 
     def set_missing(self, name: str, reason: str) -> None:
-        """Have requests for an adapter that could not be loaded here fail with this reason."""
+        """Let requests for an adapter that could not be loaded fail with this reason."""
         self._missing[name] = reason
 
     def retire(self, number: int) -> None:
@@ -68,14 +68,12 @@ class AdapterSlots:
         names = {adapter.name for adapter in kept}
         self._missing = {name: reason for name, reason in self._missing.items() if name in names}
 
-    def find(self, name: str, number: int) -> AdapterInSlot | None:
-        """Return the adapter for a request, None if it asks for none. A request that comes from another engine, or was
-        sent while the adapter was replaced, gets the current one if the number that it began with is not here.
+    def find(self, name: str, number: int) -> AdapterInSlot:
+        """Return the adapter for a request. A request that comes from another engine, or was sent while the adapter was
+        replaced, gets the current adapter if the one with its number is gone.
 
-        Raises `InvalidRequest` if there is none of the name.
+        Raises `InvalidRequest` if no adapter has the name.
         """
-        if not name:
-            return None
         used = self._used.get(number)
         if used is not None and used.adapter.name == name:
             return used
@@ -85,16 +83,14 @@ class AdapterSlots:
             raise InvalidRequest(f"adapter {name!r} cannot be used: {reason}", param="model")
         return max(current, key=lambda each: each.number)
 
-    def retain(self, used: AdapterInSlot | None) -> None:
-        """Note that a request has begun."""
-        if used is not None:
-            used.num_requests += 1
+    def retain(self, used: AdapterInSlot) -> None:
+        """Count a request that uses the adapter."""
+        used.num_requests += 1
 
-    def release(self, used: AdapterInSlot | None) -> None:
-        """Note that a request has ended."""
-        if used is not None:
-            used.num_requests -= 1
-            self._free_if_unused(used)
+    def release(self, used: AdapterInSlot) -> None:
+        """Count a request of the adapter as finished."""
+        used.num_requests -= 1
+        self._free_if_unused(used)
 
     def _free_if_unused(self, used: AdapterInSlot) -> None:
         if used.is_retired and used.num_requests == 0 and used.number in self._used:

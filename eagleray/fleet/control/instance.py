@@ -203,7 +203,7 @@ class SteeredInstance:
                 record.due = self.now + timeouts.STATE_TIMEOUT_SECONDS
             elif not record.unanswered:
                 record.due = None
-                if not self.waits(record):
+                if not self.must_wait(record):
                     record.has_joined = True
                     self.effects.append(JoinEngine(record.engine))
 
@@ -223,11 +223,11 @@ class SteeredInstance:
             self.assign(self.changed(lacks_weights=lacks_weights))
             self.post_state()
 
-    def waits(self, record: EngineRecord) -> bool:
+    def must_wait(self, record: EngineRecord) -> bool:
         """Whether an engine must not join now: its weights are not the required ones, or they would not be after the
         commit of the open update, in which it does not take part."""
-        has_successors = self.state.open_update is not None and bool(self.participants) and not record.takes_part
-        return record.update != self.state.update or has_successors
+        will_be_behind = self.state.open_update is not None and bool(self.participants) and not record.takes_part
+        return record.update != self.state.update or will_be_behind
 
     # State.
 

@@ -115,7 +115,6 @@ def test_request_of_another_number_gets_the_current_adapter_of_the_name():
     assert slots.find("a", 0) is new
     assert slots.find("a", 2) is new, "the number of another adapter"
     assert slots.find("b", 2) is other
-    assert slots.find("", 0) is None
 
 
 def test_request_for_an_adapter_that_is_not_there_says_why():
