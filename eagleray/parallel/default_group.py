@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from eagleray.log import get_logger
-from eagleray.parallel.distributed import connect_gloo
+from eagleray.parallel.gloo_connections import connect_gloo
 from eagleray.parallel.rendezvous import LOOPBACK
 
 logger = get_logger(__name__)

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
-from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp, Store, Work  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ReduceOp, Store, Work  # type: ignore[attr-defined]
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded
+from eagleray.parallel.gloo_connections import GlooConnections
 from eagleray.parallel.group import add_in_order
 from eagleray.parallel.small_sums import SmallSum, open_small_sum
 from eagleray.parallel.timeouts import OPERATION_TIMEOUT_SECONDS
@@ -40,9 +41,8 @@ class TorchProcessGroups:
         self, store: Store, name: str, *, rank: int, size: int, host: str, device: torch.device, timeout: float
     ) -> None:
         self.rank, self.size = rank, size
-        limit = timedelta(seconds=timeout)
-        self._host = connect_gloo(
-            PrefixStore(f"{name}/gloo", store), name, rank=rank, size=size, host=host, timeout=limit
+        self._host = GlooConnections(
+            PrefixStore(f"{name}/gloo", store), name, rank=rank, size=size, host=host, timeout=timeout
         )
         self._device = _nccl(PrefixStore(f"{name}/nccl", store), rank, size) if device.type == "cuda" else None
 
@@ -56,33 +56,21 @@ class TorchProcessGroups:
         if device.type == "cuda":
             assert self._device is not None, "a tensor on a GPU in a group of CPUs"
             return self._device
-        return self._host
+        return self._host.group
+
+    def run(self, what: str, start: Callable[[Operations], Work | None], timeout: float, device: torch.device) -> None:
+        """Run an operation of all ranks on tensors of `device`, as `run_operation` does. On the host a rank that is
+        gone ends it at once, and the error names the rank."""
+        if device.type == "cuda":
+            run_operation(what, lambda: start(self.of(device)), timeout, device)
+        else:
+            self._host.begin(what, start, timeout)()
 
     def close(self) -> None:
         """Close the connections. Ranks that wait for this one notice it."""
-        self._host.abort()
+        self._host.close()
         if self._device is not None:
             self._device.abort()
-
-
-def connect_gloo(store: Store, name: str, *, rank: int, size: int, host: str, timeout: timedelta) -> ProcessGroupGloo:
-    """Connect the ranks by gloo, listening on `host`, an address of this machine. `timeout` also limits operations.
-
-    Raises `DeadlineExceeded` after `timeout`, and `ChannelClosed` if a rank is gone. `name` is the group's, for errors.
-    """
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # by default it listens on any address
-    began = time.monotonic()
-    try:
-        return ProcessGroupGloo(store, rank, size, options)
-    except RuntimeError as error:
-        seconds = timeout.total_seconds()
-        if time.monotonic() - began < seconds:
-            raise ChannelClosed(f"a rank of {name} is gone while they connect: {error}") from error
-        raise DeadlineExceeded(
-            f"the {size} ranks of {name} were not connected within {seconds:g} s: {error}"
-        ) from error
 
 
 def _nccl(store: Store, rank: int, size: int) -> Operations:
@@ -102,7 +90,8 @@ def _in_stream(options: Any, timeout: timedelta) -> Any:
 
 def run_operation(what: str, start: Callable[[], Work | None], timeout: float, device: torch.device) -> None:
     """Start an operation on tensors of `device` and wait until it is done; on a GPU the stream waits, not the caller.
-    There is nothing to wait for if the operation has been put into the current stream itself (None).
+    There is nothing to wait for if the operation has been put into the current stream itself (None). Transfers between
+    two ranks of the host cannot be waited for in steps, because gloo breaks all connections at the first limit.
 
     Raises `DeadlineExceeded`, or `ChannelClosed` for any other failure.
     """
@@ -292,7 +281,6 @@ class TorchGroup:
     def _run(self, operation: str, device: torch.device, start: Callable[[Operations], Work | None]) -> None:
         if self._connections is None:
             raise ChannelClosed(f"{operation}: the group was closed")
-        backend = self._connections.of(device)
         others = ", ".join(str(rank) for rank in range(self.size) if rank != self.rank)
         what = f"{operation}: {self._kind} rank {self.rank} of {self.size} with rank {others}"
-        run_operation(what, lambda: start(backend), self._timeout, device)
+        self._connections.run(what, start, self._timeout, device)

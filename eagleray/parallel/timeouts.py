@@ -19,5 +19,8 @@ SLEEP_SECONDS = 50e-6
 POLL_INTERVAL_SECONDS = 0.05
 """A waiting rank checks this often whether the others still run, which takes system calls."""
 
+CONNECTION_CHECK_SECONDS = 0.5
+"""A rank that waits for ranks of other hosts checks this often whether they are connected, by sending them bytes."""
+
 assert SLEEP_SECONDS < POLL_INTERVAL_SECONDS, "a sleeping rank wakes in time for the next check"
 assert POLL_INTERVAL_SECONDS < OPERATION_TIMEOUT_SECONDS, "an exit is noticed and named before the operation times out"

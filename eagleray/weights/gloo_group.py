@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from eagleray.errors import DeadlineExceeded, InvalidRequest, TransferBroken
+from eagleray.errors import ChannelClosed, DeadlineExceeded, InvalidRequest, TransferBroken
+from eagleray.parallel.gloo_connections import GlooConnections
 
 SENDER = 0
 """Rank of the trainer."""
@@ -67,47 +68,39 @@ class GlooGroup:
     when all ranks are connected; it raises `DeadlineExceeded` or `TransferBroken`."""
 
     def __init__(self, store: Store, name: str, *, rank: int, size: int, host: str, timeout: float) -> None:
-        self._rank, self._size = rank, size
-        self._timeout = timedelta(seconds=timeout)
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._timeout
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        began = time.monotonic()
+        self._peer = "the workers" if rank == SENDER else "the trainer"
+        self._timeout = timeout
         try:
-            self._group: Any = ProcessGroupGloo(group_store(store, name, "cpu"), rank, size, options)
-        except RuntimeError as error:
-            if time.monotonic() - began < timeout:
-                raise TransferBroken(f"a rank of the group {name!r} left while the ranks connected: {error}") from error
-            raise DeadlineExceeded(
-                f"the {size} ranks of the group {name!r} were not connected within {timeout:g} s: {error}"
-            ) from error
+            self._connections = GlooConnections(
+                group_store(store, name, "cpu"), f"the group {name!r}", rank=rank, size=size, host=host, timeout=timeout
+            )
+        except ChannelClosed as error:
+            raise TransferBroken(str(error)) from error
 
     def broadcast(self, tensor: Tensor) -> Callable[[], None]:
         """Begin to broadcast a contiguous tensor on the host from rank 0. Returns a function that waits for the end and
         raises `TransferBroken`."""
-        group = self._group
-        if group is None:
-            raise TransferBroken("the group was closed")
-        began = time.monotonic()
-        try:
-            work: Work = group.broadcast(tensor, SENDER, self._timeout)
-        except RuntimeError as error:
-            raise self._broken(error, began) from error
+        limit = timedelta(seconds=self._timeout)
+        with self._broken_transfer():
+            wait = self._connections.begin(
+                "broadcast", lambda group: group.broadcast(tensor, SENDER, limit), self._timeout
+            )
 
-        def wait() -> None:
-            try:
-                work.wait(self._timeout)
-            except RuntimeError as error:
-                raise self._broken(error, began) from error
+        def finish() -> None:
+            with self._broken_transfer():
+                wait()
 
-        return wait
+        return finish
 
     def close(self) -> None:
-        """Leave the group: operations that other ranks have begun with this one fail. Idempotent."""
-        self._group = None  # gloo closes its connections when nothing refers to them
+        """Leave the group, from any thread: operations that this rank or others have begun fail. Idempotent."""
+        self._connections.close()
 
-    def _broken(self, error: RuntimeError, began: float) -> TransferBroken:
-        peer = "the workers" if self._rank == SENDER else "the trainer"
-        if time.monotonic() - began >= self._timeout.total_seconds():
-            return TransferBroken(f"{peer} took longer than {self._timeout.total_seconds():g} s for one broadcast")
-        return TransferBroken(f"the connection to {peer} broke: {error}")
+    @contextmanager
+    def _broken_transfer(self) -> Iterator[None]:
+        try:
+            yield
+        except DeadlineExceeded as error:
+            raise TransferBroken(f"{self._peer} took longer than {self._timeout:g} s for one broadcast") from error
+        except ChannelClosed as error:
+            raise TransferBroken(f"the connection to {self._peer} broke: {error}") from error

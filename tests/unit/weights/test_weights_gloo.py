@@ -94,6 +94,23 @@ def test_gloo_receiver_sender_leaves_in_an_update_names_the_trainer() -> None:
                 rank.result(TIMEOUT)
 
 
+def test_gloo_receiver_closed_while_it_waits_for_a_tensor_ends_the_wait() -> None:
+    sender = Sender(1, timeout=TIMEOUT)
+    checked = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        receiver = open_receiver("gloo", sender.init_info, ReceiverPosition(0, CPU), 100 * TIMEOUT)
+        connected = pool.submit(receiver.connect)
+        sender.connect()
+        connected.result(TIMEOUT)
+        received = pool.submit(collect, receiver, Sender.update_info(WEIGHTS), lambda sent: checked.set())
+        assert checked.wait(TIMEOUT)
+        receiver.close()
+        with pytest.raises(TransferBroken, match="the group was closed"):
+            received.result(TIMEOUT)
+        with pytest.raises(TransferBroken, match="the connection to the workers broke"):
+            sender.send([("a", torch.zeros(2**22))])
+
+
 def test_gloo_receiver_without_a_trainer_stops_at_the_deadline() -> None:
     sender = Sender(1)
     info = {**sender.init_info}
