@@ -103,7 +103,7 @@ def release_pages(tensors: Iterable[Tensor]) -> int:
     pages = [_whole_pages(*each) for each in ranges]
     num_before = sum(_resident_bytes(libc, *each) for each in pages)
     for (begin, end), (first, last) in zip(ranges, pages, strict=True):
-        # before any page is returned, since an access may bring a huge page, of which other ranges have a part
+        # before any page is returned, since an access may map a huge page, which other ranges may share
         _clear(begin, first)
         _clear(last, end)
     for first, last in pages:

@@ -20,7 +20,7 @@ def memory_of(*tensors: Tensor | None) -> list[Tensor]:
 
 
 class FunctionWithWeights:
-    """An operation that is computed by a function. `memory` is that of the weights that the function reads."""
+    """An operation that is computed by a function. `memory`: the weights that the function reads."""
 
     def __init__(self, function: Callable[..., Any], memory: list[Tensor]) -> None:
         self._function = function

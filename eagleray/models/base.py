@@ -129,7 +129,7 @@ class Model(ABC):
             yield from part.groups()
 
     def params(self) -> Iterator[Param]:
-        """Yield the tensors that this rank loads; those of an expert once for each of its slots."""
+        """Yield the tensors that this rank loads; the tensors of an expert once for each of its slots."""
         for group in self.weight_groups():
             yield from group.params
 
@@ -153,8 +153,8 @@ class Model(ABC):
         return sum(param.local_size * param.parameters for param in self.params())
 
     def named_parameters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Yield the name in the checkpoint, the whole shape and the dtype of each tensor of which this rank has a
-        part."""
+        """Yield the name in the checkpoint, the whole shape and the dtype of each tensor that this rank has, whole or
+        in part."""
         params = {param.name: param for param in self.params()}
         for name, param in params.items():
             yield name, param.shape, param.dtype or self.dtype

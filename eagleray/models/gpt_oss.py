@@ -104,7 +104,7 @@ class GptOss(Model):
 
 
 def _interleaved_expert(name: str, part: ModelPart, layout: ExpertLayout) -> DeclareExpert:
-    """Return the declaration of experts in whose tensors gate and up projection alternate."""
+    """Return the declaration of experts whose tensors interleave gate and up projection."""
     moe, hidden = part.spec.moe, part.spec.hidden_size
     assert moe is not None
     size, tp_size = moe.intermediate_size, 1 if layout.is_divided else layout.tp.size

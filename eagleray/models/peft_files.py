@@ -123,7 +123,7 @@ class AdapterFiles:
     the names of their modules. All is checked before anything is read."""
 
     def __init__(self, directory: Path, params: Mapping[str, Param], *, max_rank: int) -> None:
-        """Raises `NotFound` if there is no such directory, and `CheckpointError`."""
+        """Open and check the files. Raises `NotFound` if the directory does not exist, and `CheckpointError`."""
         if not directory.is_dir():
             raise NotFound(f"{directory}: there is no such directory")
         for name in (CONFIG_FILE, TENSOR_FILE):
@@ -213,7 +213,7 @@ def _pattern(config: ConfigFile, name: str) -> Mapping[str, Any]:
 
 
 def _find(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value for a module: that of the first key that is its name, or the end of it from a dot on."""
+    """Return the value of the first key that is the name of a module, or the end of the name after a dot."""
     for key, value in pattern.items():
         name = key.removeprefix("^")
         if module == name or (name == key and module.endswith(f".{name}")):

@@ -83,9 +83,10 @@ def load_model(
     `dtype`, `load_format`, `deterministic` and `quantization` are those of `config.ModelConfig`, `kv_cache_dtype` is
     that of `config.CacheConfig`, `attention_backend` that of `config.ExecutionConfig`; `seed` is for dummy weights.
     `on_progress` is called with the bytes read and the total bytes of this rank's part. `total_memory`: the bytes of
-    the device's memory; `wait_for_memory` is called with those of this rank's weights before they are loaded. Raises
-    `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit into the memory, cannot be
-    `deterministic`, or cannot have such weights or such a cache on this device.
+    the device's memory; `wait_for_memory` is called with the bytes of this rank's weights before they are loaded.
+
+    Raises `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit into the memory, cannot
+    be `deterministic`, or cannot have such weights or such a cache on this device.
     """
     config = ConfigFile.read(directory)
     family = find_family(config)

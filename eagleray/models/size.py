@@ -42,7 +42,7 @@ def weight_bytes(
 
 def activation_bytes(spec: ModelSpec, *, itemsize: int, tp_size: int) -> int:
     """Return an estimate of the memory that plain torch takes for a token in a forward pass, for one rank: a few copies
-    of its hidden state and of the widest activation of a layer, of which the rank has its shard."""
+    of its hidden state and of the rank's shard of the widest activation of a layer."""
     if (mla := spec.mla) is not None:
         heads = mla.query_dim + mla.qk_nope_head_dim + mla.v_head_dim
         attention = spec.num_heads // tp_size * heads + mla.cached_size

@@ -99,7 +99,7 @@ class GroupUpdate:
     rules: WeightRules
     came: dict[str, Pushed] = field(default_factory=dict)
     staged: list[Tensor] | None = None
-    """Memory of the new weights, as `WeightGroup.places` has that of the old ones."""
+    """Memory of the new weights, in the order of `WeightGroup.places`."""
     tied: list[Tensor] | None = None
     """Memory of the packed tensor that came under the name that is tied to the group's, in another batch."""
     is_touched: bool = False
@@ -121,7 +121,7 @@ class GroupUpdate:
                     yield self.rules.scales_of(param)
 
     def complete_form(self) -> WeightGroup | None:
-        """Return the form of which all tensors have come, if there is one."""
+        """Return the form whose tensors have all come, or None."""
         return next((form for form in self.forms() if not self.missing(form)), None)
 
     def is_decodable(self, name: str) -> bool:

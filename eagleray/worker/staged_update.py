@@ -28,7 +28,8 @@ class StagedUpdate(Protocol):
         ...
 
     def missing(self) -> Sequence[str]:
-        """Return the names without which tensors that came cannot be used."""
+        """Return the names without which tensors that came cannot be used. Raises `WeightsMismatch` if tied tensors
+        came that differ."""
         ...
 
     def untouched(self) -> Sequence[str]:

@@ -19,7 +19,7 @@ def is_installed() -> bool:
 
 
 class PromptAttention:
-    """Attention of the rows with several queries, which are behind the others in a batch. For windows see
+    """Attention of the rows with several queries, which follow the others in a batch. For windows see
     `AttentionParams`."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class PromptAttention:
         [num_rows + 1]. `num_tokens` are those of the batch without padding.
         """
         num_kv_heads, head_dim = cache.shape[2] // 2, cache.shape[3]
-        # each of the first rows has one token, so the row behind them begins at their number
+        # each of the first rows has one token, so the next row begins at their number
         starts = query_start_loc[num_decodes:] - num_decodes
         result = self._attend(
             queries[num_decodes:num_tokens].unflatten(1, (-1, head_dim)),
