@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from eagleray.kernels.cpu.huge_pages import WeightMemory
+from eagleray.kernels.cpu.huge_pages import WeightChunk, WeightMemory, exchange, whole_lines
 from eagleray.kernels.kv_cache import CACHE_LINE_BYTES
 
 
 class StagingMemory:
     """Pieces for weights that wait until they replace the old ones. A released piece is given out again for weights of
-    the same size. May be used from any thread."""
+    the same size. May be used from any thread.
+
+    On a CPU, a chunk of the old weights may have a mirror: a chunk in which new weights have the same offsets. If all
+    weights of the chunk are there, the two chunks exchange their pages, which takes no copy.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,14 +31,28 @@ class StagingMemory:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._taken: dict[int, Tensor] = {}
         """Piece by its address."""
+        self._mirrors: dict[int, Tensor] = {}
+        """Mirror of a chunk by the chunk's address."""
+        self._thread = _ThreadState()
         self._lock = threading.Lock()
+
+    @contextmanager
+    def mirroring(self, places: Sequence[Tensor]) -> Iterator[None]:
+        """Allocate for this thread, meanwhile, pieces from the mirrors of old weights, if they are free."""
+        self._thread.places = places if self._device.type == "cpu" else ()
+        try:
+            yield
+        finally:
+            self._thread.places = ()
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """See `WeightAllocator`."""
         num_bytes = num_elements * dtype.itemsize
         with self._lock:
-            free = self._free[num_bytes]
-            piece = free.pop() if free else self._make(num_bytes)
+            piece = self._find_mirrored(num_bytes)
+            if piece is None:
+                free = self._free[num_bytes]
+                piece = free.pop() if free else self._make(num_bytes)
             self._taken[piece.data_ptr()] = piece
         return piece.view(dtype)
 
@@ -43,14 +62,55 @@ class StagingMemory:
 
     def release(self, pieces: Iterable[Tensor]) -> None:
         """Make pieces available again."""
+        mirrors = {id(WeightChunk.of(mirror)) for mirror in self._mirrors.values()}
         with self._lock:
             for piece in pieces:
-                if (whole := self._taken.pop(piece.data_ptr(), None)) is not None:
+                whole = self._taken.pop(piece.data_ptr(), None)
+                if whole is not None and id(WeightChunk.of(whole)) not in mirrors:
                     self._free[len(whole)].append(whole)
 
     def reset(self) -> None:
         """Make all pieces available again."""
         self.release([*self._taken.values()])
+
+    def replaceable_chunks(self, replaced: Iterable[tuple[Tensor, Tensor]]) -> set[WeightChunk]:
+        """Return the chunks all of whose pieces are old weights with new ones in the mirror. `replaced`: old and new
+        weights."""
+        num_bytes: dict[WeightChunk, int] = defaultdict(int)
+        for old, new in replaced:
+            mirrored = self._mirrored(old)
+            if mirrored is not None and mirrored.data_ptr() == new.data_ptr():
+                chunk = WeightChunk.of(old)
+                assert chunk is not None
+                num_bytes[chunk] += whole_lines(len(old))
+        return {chunk for chunk, size in num_bytes.items() if size == chunk.used}
+
+    def exchange(self, chunk: WeightChunk) -> bool:
+        """Exchange a chunk with its mirror, see `huge_pages.exchange`."""
+        mirror = WeightChunk.of(self._mirrors[chunk.address])
+        assert mirror is not None
+        return exchange(chunk, mirror)
+
+    def _find_mirrored(self, num_bytes: int) -> Tensor | None:
+        """Return a free piece of this size from the mirrors of this thread's places."""
+        for place in self._thread.places:
+            if len(place) == num_bytes and (chunk := WeightChunk.of(place)) is not None:
+                mirror = self._mirrors.get(chunk.address)
+                if mirror is None or len(mirror) != chunk.num_bytes:
+                    self._mirrors[chunk.address] = WeightChunk.allocate(chunk.num_bytes)
+                piece = self._mirrored(place)
+                if piece is not None and piece.data_ptr() not in self._taken:
+                    return piece
+        return None
+
+    def _mirrored(self, place: Tensor) -> Tensor | None:
+        """Return the piece of the mirror that has the same offset as `place`."""
+        chunk = WeightChunk.of(place)
+        mirror = None if chunk is None else self._mirrors.get(chunk.address)
+        if chunk is None or mirror is None or len(mirror) != chunk.num_bytes:
+            return None
+        offset = place.data_ptr() - chunk.address
+        return mirror[offset : offset + len(place)]
 
     def _copied(self, part: Tensor) -> Tensor:
         piece = self.allocate(len(part), torch.uint8)
@@ -61,6 +121,10 @@ class StagingMemory:
         if self._device.type == "cpu":
             return self._fresh.allocate(num_bytes, torch.uint8)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+
+class _ThreadState(threading.local):
+    places: Sequence[Tensor] = ()
 
 
 class Scratch(threading.local):

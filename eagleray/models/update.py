@@ -1,7 +1,7 @@
 """The update of a model's weights by tensors that a trainer pushes, under the names of the checkpoint.
 
-New weights are packed beside the old ones and then copied to their memory, which never moves: recorded passes and
-captured graphs keep pointers to it. Made by the model, driven by the worker between steps.
+New weights are packed beside the old ones and then replace them at their addresses, which never change: recorded passes
+and captured graphs keep pointers to them. Made by the model, driven by the worker between steps.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from eagleray.errors import WeightsMismatch, WrongState
 from eagleray.kernels.backend import KernelBackend
+from eagleray.kernels.cpu.huge_pages import WeightChunk
 from eagleray.models.layers.layer import WeightGroup, storage_of
 from eagleray.models.pushed_weights import FP8, MaskWeights, PartialWeights, Pushed, PushedWeights
 from eagleray.models.staging import Scratch, StagingMemory, copy_memory
@@ -26,6 +28,8 @@ from eagleray.models.weights import Alias, Param, Weights
 
 BATCH_BYTES = 256 << 20
 """Bytes of tensors that are taken from an iterator before complete groups are packed."""
+
+Item = TypeVar("Item")
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -106,6 +110,10 @@ class GroupUpdate:
     is_packed: bool = False
     """Whether the group was complete before in this update. From then on its tensors may come alone."""
 
+    def local_size(self) -> int:
+        """Return the number of elements on this rank."""
+        return sum(param.local_size for param in self.group.params)
+
     def forms(self) -> Iterator[WeightGroup]:
         """Yield the group in each form in which it may come."""
         yield self.group
@@ -132,6 +140,16 @@ class GroupUpdate:
         kind = self.came[weight].tensor.dtype
         return kind in FLOATS or (kind == FP8 and f"{weight}{SCALES_SUFFIX}" in self.came)
 
+    def replaced(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the memory of old weights, of each copy on this rank, with that of the new ones."""
+        for place in self.group.places():
+            yield from zip(place, self.staged or (), strict=True)
+
+    def release(self, memory: StagingMemory) -> None:
+        """Release the memory of the new weights."""
+        memory.release(self.staged or ())
+        self.staged = None
+
     def missing(self, form: WeightGroup) -> list[str]:
         """Return the names that a form of the group lacks."""
         lacking = [param.name for param in form.params if param.name not in self.came]
@@ -144,7 +162,8 @@ class WeightUpdate:
     """New weights for the groups of a model, until they are applied or dropped.
 
     Tensors that complete a group are packed; the others wait, as copies of this rank's shards. With `in_place`, packed
-    weights replace the old ones at once. `num_threads` threads pack and copy until the update is dropped.
+    weights replace the old ones at once. With `mirrors`, chunks of memory all of whose weights are new are exchanged
+    with the old ones instead of being copied. `num_threads` threads pack and copy until the update is dropped.
     """
 
     def __init__(
@@ -158,6 +177,7 @@ class WeightUpdate:
         kept_fp8: frozenset[str] = frozenset(),
         num_threads: int = 1,
         in_place: bool = False,
+        mirrors: bool = False,
     ) -> None:
         self.is_open = True
         """Whether the update was not dropped yet."""
@@ -170,6 +190,7 @@ class WeightUpdate:
         self._scratch = Scratch(rules.device)
         self._kept_fp8 = kept_fp8
         self._in_place = in_place
+        self._mirrors = mirrors
         self._pool = ThreadPoolExecutor(num_threads, "update")
         self._lock = threading.Lock()  # a method of the workers may load weights while a trainer's are received
         self._groups = [GroupUpdate(group, rules) for group in _distinct(groups)]
@@ -222,8 +243,17 @@ class WeightUpdate:
         return any(group.came or group.staged is not None for group in [*self._pending])  # another thread may add some
 
     def apply(self) -> None:
-        """Copy the new weights of complete groups over the old ones, between two steps."""
-        self._run(self._replace, [group for group in self._pending if group.staged is not None])
+        """Replace old weights by the new ones of complete groups, between two steps."""
+        staged = [group for group in self._pending if group.staged is not None]
+        self.has_replaced = self.has_replaced or bool(staged)
+        replaced = [pair for group in staged for pair in group.replaced()]
+        chunks = self._memory.replaceable_chunks(replaced)
+        # first, because a mirror has the old weights after the exchange
+        self._run(_copy_pair, [pair for pair in replaced if WeightChunk.of(pair[0]) not in chunks])
+        left = {chunk for chunk in chunks if not self._memory.exchange(chunk)}
+        self._run(_copy_pair, [pair for pair in replaced if WeightChunk.of(pair[0]) in left])
+        for group in staged:
+            group.release(self._memory)
         for group in self._pending:
             self._memory.release(group.tied or ())
             group.tied = None
@@ -248,7 +278,9 @@ class WeightUpdate:
                 accepted.add(name)
         touched = {group: None for name, tensor in resolved.items() for group in self._take(name, tensor)}
         self._pending |= touched
-        self._run(self._stage, [group for group in touched if group.complete_form() is not None])
+        complete = [group for group in touched if group.complete_form() is not None]
+        # the largest first, so that no thread begins with one when the others have finished
+        self._run(self._stage, sorted(complete, key=GroupUpdate.local_size, reverse=True))
         self._run(self._merge, [group for group in touched if group.came and self._can_merge(group)])
         for group in touched:
             for param in group.params():
@@ -315,7 +347,7 @@ class WeightUpdate:
         form = group.complete_form()
         assert form is not None
         weights = PushedWeights(self._rules, group.came, self._scratch, kept_fp8=self._kept_fp8)
-        self._finish(group, self._pack(form, weights))
+        self._finish(group, self._pack(form, weights, group.group.places()[0]))
 
     def _can_merge(self, group: GroupUpdate) -> bool:
         """Whether tensors that have come can replace a part of the packed weights: these are the same numbers in
@@ -327,17 +359,19 @@ class WeightUpdate:
     def _merge(self, group: GroupUpdate) -> None:
         """Replace the part of the packed weights that belongs to the tensors that have come. A mask, which is one for
         these tensors and zero for the others, is packed in the same way and selects that part."""
-        form, before = group.group, group.staged or group.group.places()[0]
-        new = self._pack(form, PartialWeights(self._rules, group.came, self._scratch))
+        form, places = group.group, group.group.places()[0]
+        new = self._pack(form, PartialWeights(self._rules, group.came, self._scratch), places)
         masks = self._pack(form, MaskWeights(self._rules, group.came, self._scratch))
-        for old, part, mask in zip(before, new, masks, strict=True):
+        for old, part, mask in zip(group.staged or places, new, masks, strict=True):
             part.bitwise_and_(mask).bitwise_or_(mask.bitwise_not_().bitwise_and_(old))
         self._memory.release(masks)
         self._finish(group, new)
 
-    def _pack(self, form: WeightGroup, weights: Weights) -> list[Tensor]:
+    def _pack(self, form: WeightGroup, weights: Weights, replaced: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return the memory of packed weights. `replaced`: that of the old ones, which they are to replace."""
         self._scratch.reset()
-        return self._memory.keep(storage_of(form.make(weights, self._kernels)))
+        with self._memory.mirroring(replaced if self._mirrors else ()):
+            return self._memory.keep(storage_of(form.make(weights, self._kernels)))
 
     def _finish(self, group: GroupUpdate, packed: list[Tensor]) -> None:
         sizes = [len(part) for part in packed]
@@ -346,7 +380,7 @@ class WeightUpdate:
             group.came.clear()
             name = group.group.params[0].name
             raise WeightsMismatch(f"tensor {name!r} has another quantization than the weights of the model have")
-        self._memory.release(group.staged or ())
+        group.release(self._memory)
         group.staged = packed
         group.came.clear()
         group.is_packed = True
@@ -354,19 +388,16 @@ class WeightUpdate:
             self._replace(group)
 
     def _replace(self, group: GroupUpdate) -> None:
-        assert group.staged is not None
         self.has_replaced = True
-        for place in group.group.places():
-            for old, new in zip(place, group.staged, strict=True):
-                copy_memory(new, old)
-        self._memory.release(group.staged)
-        group.staged = None
+        for pair in group.replaced():
+            _copy_pair(pair)
+        group.release(self._memory)
 
-    def _run(self, function: Callable[[GroupUpdate], None], groups: Sequence[GroupUpdate]) -> None:
+    def _run(self, function: Callable[[Item], None], items: Sequence[Item]) -> None:
         if not self.is_open:
             raise WrongState("the weight update was dropped")
         self._synchronize()
-        for _ in self._pool.map(function, groups):
+        for _ in self._pool.map(function, items):
             pass
         self._synchronize()
 
@@ -374,6 +405,11 @@ class WeightUpdate:
         """Wait for the device: steps, trainers and the threads of this update have streams of their own."""
         if self._rules.device.type == "cuda":
             torch.cuda.synchronize(self._rules.device)
+
+
+def _copy_pair(pair: tuple[Tensor, Tensor]) -> None:
+    old, new = pair
+    copy_memory(new, old)
 
 
 def _distinct(groups: Iterable[WeightGroup]) -> Iterator[WeightGroup]:
@@ -386,6 +422,9 @@ def _distinct(groups: Iterable[WeightGroup]) -> Iterator[WeightGroup]:
 
 
 def _batches(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    if isinstance(weights, list):  # all are there
+        yield dict(weights)
+        return
     batch: dict[str, Tensor] = {}
     num_bytes = 0
     for name, tensor in weights:

@@ -58,14 +58,14 @@ class ModelUpdates:
         assert not self._is_open, "an update is open"
         self.forget()
         self._has_replaced = self.has_replaced
-        self._open = self._make(in_place=in_place)
+        self._open = self._make(in_place=in_place, mirrors=not in_place)
         return self._open
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """See `Model.load_weights`."""
         if self._open is not None and self._open.is_open:
             return self._open.add(weights)
-        self._loading = self._loading or self._make(in_place=False)
+        self._loading = self._loading or self._make()
         self.num_loads += 1
         names = self._loading.add(weights)
         mismatch = self._loading.tied_mismatch()
@@ -92,7 +92,7 @@ class ModelUpdates:
     def _is_open(self) -> bool:
         return self._open is not None and self._open.is_open
 
-    def _make(self, *, in_place: bool) -> WeightUpdate:
+    def _make(self, *, in_place: bool = False, mirrors: bool = False) -> WeightUpdate:
         self._names = self._names or self._find_names()
         self._staging = self._staging or StagingMemory(self._part.device)
         return WeightUpdate(
@@ -104,4 +104,5 @@ class ModelUpdates:
             kept_fp8=self.kept_fp8,
             num_threads=self._num_threads,
             in_place=in_place,
+            mirrors=mirrors,
         )

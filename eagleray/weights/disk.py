@@ -15,7 +15,7 @@ import torch
 from eagleray.errors import InvalidRequest, NotFound, WeightsMismatch
 from eagleray.models.checkpoint_files import open_file, weight_files
 from eagleray.weights.receiver import CheckTensors, NamedTensors, ReceiverPosition
-from eagleray.weights.tensors import MAPPED_BUCKET_BYTES, SentTensor, into_buckets
+from eagleray.weights.tensors import FILE_BUCKET_BYTES, SentTensor, into_buckets
 
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -57,7 +57,7 @@ class DirectoryReceiver:
             headers = [list(_read_header(path, file)) for path, file in files]
             check([tensor for tensors in headers for tensor in tensors])
             for tensors, (_, file) in zip(headers, files, strict=True):
-                for bucket in into_buckets(tensors, MAPPED_BUCKET_BYTES):
+                for bucket in into_buckets(tensors, FILE_BUCKET_BYTES):
                     yield [(tensor.name, file.get_tensor(tensor.name)) for tensor in bucket]
 
     def close(self) -> None:

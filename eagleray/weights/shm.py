@@ -20,7 +20,7 @@ from torch import Tensor
 from eagleray.errors import InvalidRequest, NotFound, WeightsMismatch
 from eagleray.weights.receiver import CheckTensors, NamedTensors, ReceiverPosition, read_fields
 from eagleray.weights.shared_memory_sender import SHARED_MEMORY_DIR, node_id
-from eagleray.weights.tensors import MAPPED_BUCKET_BYTES, SentTensor, into_buckets, read_update_info, view_as
+from eagleray.weights.tensors import FILE_BUCKET_BYTES, SentTensor, into_buckets, read_update_info, view_as
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class SharedMemoryReceiver:
             return
         buffer = _map(segment)
         offsets = iter(segment.offsets)
-        for bucket in into_buckets(tensors, MAPPED_BUCKET_BYTES):
+        for bucket in into_buckets(tensors, FILE_BUCKET_BYTES):
             yield [
                 (tensor.name, view_as(buffer[offset : offset + tensor.num_bytes], tensor))
                 for tensor, offset in zip(bucket, offsets, strict=False)

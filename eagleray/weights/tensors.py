@@ -33,6 +33,9 @@ DTYPES = {
 
 MAX_DIMS = 8
 
+FILE_BUCKET_BYTES = 2**30
+"""Size of a bucket of tensors that are mapped and read when they are used."""
+
 MAPPED_BUCKET_BYTES = 256 * 2**20
 """Size of a bucket of tensors that are in memory already."""
 

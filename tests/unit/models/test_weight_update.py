@@ -108,17 +108,22 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_load_weights_any_sequence_equals_fresh_load(case, checkpoints, monkeypatch):
+    """At once, and in an update that replaces whole chunks of memory."""
     family, meshes, backend, options = CASES[case]
     use_backend(monkeypatch, backend)
     ranks = Ranks(checkpoints(family), meshes, **options)
 
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(data=st.data(), target=st.integers(0, 1))
-    def check(data: st.DataObject, target: int) -> None:
+    @given(data=st.data(), target=st.integers(0, 1), is_staged=st.booleans())
+    def check(data: st.DataObject, target: int, is_staged: bool) -> None:
         calls = draw_pushes(data, ranks.tensors, target)
         for model, addresses, expected in zip(ranks.models, ranks.addresses, ranks.weights[target], strict=True):
+            update = model.start_update() if is_staged else None
             for call in calls:
                 assert model.load_weights(call) == {name for name, _ in call}
+            if update is not None:
+                update.apply()
+                update.drop()
             assert have_equal_bytes(memory_of_weights(model), expected)
             assert [part.data_ptr() for part in memory_of_weights(model)] == addresses
 
