@@ -110,7 +110,7 @@ def _measure_kernels(run: ModelRun, section: Section) -> None:
 
 
 def _timed(record: GpuRecord, file: Path | None, name: str, measure: Callable[[], object]) -> None:
-    """Run a section, note its seconds, and write the file: a later crash leaves what was found."""
+    """Run a section, note its seconds, and write the file: a later crash leaves these figures."""
     print(f"{name} …", flush=True)
     began = time.monotonic()
     try:

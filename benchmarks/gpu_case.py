@@ -25,14 +25,14 @@ class KernelRun:
     results: Callable[[], list[Tensor]]
     """Tensors that the launch has written."""
     expected: Callable[[], list[Tensor]]
-    """The same from the inputs, in float32. Called before the launch, which may change its inputs."""
+    """The expected tensors, in float32 from the inputs. Called before the launch, which may change its inputs."""
     work: Work
     tolerance: float = HALF_TOLERANCE
     """Highest relative error."""
     is_poisoned: bool = True
     """Whether the results may be overwritten before the launch, as it reads none of them."""
     yardstick: Callable[[], Callable[[], object]] | None = None
-    """Returns a function of another library that computes the same. Raises `ImportError` without that library."""
+    """Returns a call of another library that has the same results. Raises `ImportError` without that library."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class BenchmarkEngine:
             torch.cuda.empty_cache()
 
     def seconds_of(self, *calls: str) -> float:
-        """Return how long the worker took for calls of these kinds, such as `LoadModel`."""
+        """Return the seconds that the worker took for calls of these kinds, such as `LoadModel`."""
         return sum(self._group.seconds[name] for name in calls)
 
     def send(self, **fields: Any) -> PendingStep:

@@ -61,7 +61,7 @@ class WeightBytes:
 
     @classmethod
     def of(cls, spec: ModelSpec, *, is_fp8: bool = False) -> WeightBytes:
-        """Return those of a model that is kept as its checkpoint is, or with layers of FP8."""
+        """Return the bytes of weights as the checkpoint has them, or with layers in FP8."""
         if is_fp8:
             return cls(layers=FP8_BYTES, experts=FP8_BYTES)
         is_mxfp4 = spec.moe is not None and spec.moe.is_mxfp4
@@ -82,7 +82,7 @@ def decode_rows(num_rows: int, context: int) -> list[RowWork]:
 
 
 def expected_experts(num_experts: int, top_k: int, num_tokens: int) -> float:
-    """Return how many experts of a layer `num_tokens` tokens use if each chooses `top_k` of them at random."""
+    """Return the expected number of experts that `num_tokens` tokens use, if each token chooses `top_k` at random."""
     return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
 
 

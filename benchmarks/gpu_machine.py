@@ -56,8 +56,8 @@ def gpu_test_files(root: Path) -> list[Path]:
 
 
 def run_gpu_tests(root: Path) -> dict[str, Any]:
-    """Run the tests marked `gpu` in parallel. Returns how many passed, failed and were skipped, and the names of the
-    failures."""
+    """Run the tests marked `gpu` in parallel. Returns the numbers of passed, failed and skipped tests, and the names of
+    the failed ones."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "tests.xml"
         files = [str(file.relative_to(root)) for file in gpu_test_files(root)]
@@ -69,7 +69,7 @@ def run_gpu_tests(root: Path) -> dict[str, Any]:
             "default",
             *_side_by_side(),
             *files,
-        ]  # other versions warn of other things
+        ]  # other versions have other warnings
         began = time.monotonic()
         try:
             finished = subprocess.run(

@@ -163,7 +163,7 @@ class ModelRun:
         return figures[-1]
 
     def _used_experts(self, decodes: SteadyDecodes) -> float | None:
-        """Return how many experts of a layer have a token, on average, if the engine reports routed experts."""
+        """Return the average number of experts of a layer that have a token, if the engine reports routed experts."""
         decodes.is_traced = True
         try:
             decodes.run(1)

@@ -29,7 +29,7 @@ def write_record(record: GpuRecord, file: Path) -> None:
 
 
 def read_record(file: Path) -> GpuRecord:
-    """Read the file of a run. Fields that this version does not know are left out."""
+    """Read the file of a run. Fields that this version does not have are ignored."""
     content = json.loads(file.read_text("utf-8"))
     return GpuRecord(**{name: value for name, value in content.items() if name in GpuRecord.__dataclass_fields__})
 

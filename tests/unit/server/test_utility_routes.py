@@ -123,17 +123,11 @@ def references(value):
 CONTROL_PATHS = {
     *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory"),
     *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/abort_requests"),
-    *(
-        "/inference/v1/abort_requests",
-        "/get_world_size",
-        "/liveness",
-        "/collective_rpc",
-        "/weight_info",
-        "/update_weight_version",
-    ),
+    *("/inference/v1/abort_requests", "/get_world_size", "/liveness", "/collective_rpc"),
+    *("/weight_info", "/update_weight_version"),
     *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights"),
     *("/finish_weight_update", "/abort_weight_update", "/weight_checker"),
-    *("/skyrl/v1/load_lora_adapter", "/skyrl/v1/generate"),
+    "/skyrl/v1/load_lora_adapter",
     *("/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 }
 
@@ -147,6 +141,7 @@ def test_openapi_lists_every_route(api):
         "/v1/completions",
         "/v1/chat/completions",
         "/inference/v1/generate",
+        "/skyrl/v1/generate",
         "/tokenize",
         "/detokenize",
         "/health",
