@@ -50,10 +50,6 @@ def connect_gloo(store: Store, name: str, *, rank: int, size: int, host: str, ti
         ) from error
 
 
-class StillRunning(RuntimeError):
-    """An operation has not ended within one wait."""
-
-
 class GlooConnections:
     """Connections of one rank to all others, made as `connect_gloo` does."""
 
@@ -83,17 +79,7 @@ class GlooConnections:
         except RuntimeError as error:
             raise self._failed(what, error) from error
 
-        def wait() -> None:
-            while (error := _failure(work, deadline - time.monotonic())) is not None:
-                if time.monotonic() >= deadline:
-                    raise DeadlineExceeded(f"{what}: has waited for {timeout:g} s") from error
-                if not isinstance(error, StillRunning):
-                    raise self._failed(what, error) from error
-                if gone := self._broken_ranks():
-                    self._abandon(work)
-                    raise ChannelClosed(f"{what}: {_broken(gone)}")
-
-        return wait
+        return lambda: self._wait(what, work, timeout, deadline)
 
     def close(self) -> None:
         """Close the connections, from any thread. Operations that wait for them end, on all ranks. Idempotent."""
@@ -118,6 +104,24 @@ class GlooConnections:
                 broken.append(peer)
         return broken
 
+    def _wait(self, what: str, work: Work, timeout: float, deadline: float) -> None:
+        while True:
+            # whole milliseconds as torch counts them: less than one would be a wait without a limit
+            milliseconds = max(1, math.ceil(1000 * min(deadline - time.monotonic(), CONNECTION_CHECK_SECONDS)))
+            began = time.monotonic()
+            try:
+                work.wait(timedelta(milliseconds=milliseconds))
+                return
+            except RuntimeError as error:
+                if time.monotonic() >= deadline:
+                    raise DeadlineExceeded(f"{what}: has waited for {timeout:g} s") from error
+                # An operation that fails at the end of a wait counts as running: its next wait fails at once.
+                if time.monotonic() - began < milliseconds / 1000:
+                    raise self._failed(what, error) from error
+            if gone := self._broken_ranks():
+                self._abandon(work)
+                raise ChannelClosed(f"{what}: {_broken(gone)}")
+
     def _failed(self, what: str, error: RuntimeError) -> ChannelClosed:
         if self._group is None:
             return ChannelClosed(f"{what}: the group was closed")
@@ -134,20 +138,6 @@ class GlooConnections:
             del group
 
         threading.Thread(target=hold, args=(self._group,), name="gloo-abandoned", daemon=True).start()
-
-
-def _failure(work: Work, seconds: float) -> RuntimeError | None:
-    """Wait for the operation until it is time to check the connections, or at most `seconds`. Returns its error,
-    `StillRunning`, or None when it has succeeded."""
-    # whole milliseconds as torch counts them: less than one would be a wait without a limit
-    milliseconds = max(1, math.ceil(1000 * min(seconds, CONNECTION_CHECK_SECONDS)))
-    began = time.monotonic()
-    try:
-        work.wait(timedelta(milliseconds=milliseconds))
-    except RuntimeError as error:
-        # An operation that fails just now counts as running: its next wait fails at once.
-        return error if time.monotonic() - began < milliseconds / 1000 else StillRunning(str(error))
-    return None
 
 
 def _broken(ranks: list[int]) -> str:

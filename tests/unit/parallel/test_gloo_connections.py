@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -117,3 +120,21 @@ def test_gloo_operation_without_its_other_rank_stops_at_the_deadline() -> None:
         wait()
     first.close()
     second.close()
+
+
+def test_gloo_failed_operation_does_not_keep_its_connections() -> None:
+    """Connections that wait for the garbage collector keep their threads and sockets."""
+    first, second = connect(2)
+    gc.collect()
+    gc.disable()
+    try:
+        wait = second.begin("broadcast", broadcast, NEVER)
+        first.close()
+        with contextlib.suppress(ChannelClosed):
+            wait()
+        second.close()
+        closed = weakref.ref(second)
+        del second, wait
+        assert closed() is None
+    finally:
+        gc.enable()
