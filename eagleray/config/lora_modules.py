@@ -12,7 +12,7 @@ def lora_modules(config: Config) -> dict[str, str]:
     for module in config.lora.lora_modules:
         name, _, path = module.partition("=")
         if not name or not path:
-            raise ConfigError(f"option `lora_modules`: expected NAME=DIRECTORY, but {module!r} is none")
+            raise ConfigError(f"option `lora_modules`: expected NAME=DIRECTORY, not {module!r}")
         if name in modules:
             raise ConfigError(f"option `lora_modules`: the name {name!r} is given twice")
         modules[name] = path

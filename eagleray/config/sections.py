@@ -35,7 +35,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["fp8"] | None,
         Meta(
             description="fp8: quantize the weights of linear layers and experts when they are loaded, with a scale for "
-            "each block of 128 x 128 (on GPUs). Default: as the checkpoint stores them."
+            "each block of 128 x 128 (on GPUs). Default: the format of the checkpoint."
         ),
     ] = None
     max_model_len: Annotated[
@@ -68,9 +68,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     logprobs_mode: Annotated[
         LogprobsMode,
         Meta(
-            description="Numbers that requests for log-probabilities get. raw_logprobs, raw_logits: the model's own. "
+            description="Kind of log-probabilities that requests get. raw_logprobs, raw_logits: those of the model. "
             "processed_logprobs, processed_logits: after bias, forbidden tokens, penalties, temperature, min_p, top_k "
-            "and top_p; dropped tokens are minus infinity (-9999 in JSON). Those of a prompt are always raw."
+            "and top_p; dropped tokens are minus infinity (-9999 in JSON). Prompt log-probabilities are always raw."
         ),
     ] = "raw_logprobs"
     seed: Annotated[
@@ -92,8 +92,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
         Meta(
-            description="Number format of keys and values in the cache. auto: that of the model. fp8: float8_e4m3fn, "
-            "half the memory, without scales (on GPUs of compute capability 8.9 or more)."
+            description="Number format of keys and values in the cache. auto: the model's. fp8: float8_e4m3fn "
+            "without scales, in half the memory (on GPUs of compute capability 8.9 or more)."
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[
@@ -113,8 +113,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(
             ge=1,
             le=1024,
-            description="Most adapters that are loaded at the same time; all of them may run in one step. There is "
-            "memory for twice as many, because requests keep an adapter that is replaced while they run.",
+            description="Most adapters that are loaded at the same time; all of them may run in one step. Memory is "
+            "allocated for twice this number, because running requests keep an adapter that is replaced.",
         ),
     ] = 8
     max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="Highest rank of an adapter.")] = 16
@@ -162,9 +162,9 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     attention_backend: Annotated[
         Literal["auto", "triton", "fa3", "torch"],
         Meta(
-            description="What computes attention on a GPU. triton: our own kernels. fa3: FlashAttention-3 for prompts, "
-            "if it is installed, beside our kernels. auto: fa3 where it serves the model, else triton, else torch. "
-            "torch: plain torch for the whole model, on CPUs too, which is slower."
+            description="Kernels for attention on a GPU. triton: our own. fa3: FlashAttention-3 for prompts, if it is "
+            "installed, beside our own. auto: fa3 where it supports the model, else triton, else torch. torch: plain "
+            "torch for the whole model, on CPUs too, which is slower."
         ),
     ] = "auto"
     num_threads: Annotated[
@@ -182,22 +182,22 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         str | None,
         Meta(
             description="`package.module.Class` or `package.module:Class` whose methods `collective_rpc` can call on "
-            "every worker. Its constructor takes the worker; without such a constructor it is a mixin of the worker."
+            "every worker. Its constructor takes the worker; a class without such a constructor is used as a mixin."
         ),
     ] = None
     weight_transfer_config: Annotated[
         dict[str, Any],
         Meta(
-            description="Fields that `init_info` of a weight transfer may leave out, as JSON; above all `backend`: "
-            "gloo, nccl, torch_nccl, shm, ipc or disk. Default: nccl on GPUs, else gloo."
+            description="Defaults for the fields of `init_info` of a weight transfer, as JSON, such as `backend`: "
+            "gloo, nccl, torch_nccl, shm, ipc or disk. Default backend: nccl on GPUs, else gloo."
         ),
     ] = {}
     weight_update: Annotated[
         Literal["staged", "in-place"],
         Meta(
-            description="Where weights of a trainer are kept until an update is finished. staged: beside those that "
-            "serve, which takes memory for both. in-place: over them, so that no request is computed meanwhile, and an "
-            "update that breaks off leaves no usable weights."
+            description="Place of new weights until their update is finished. staged: in memory of their own, while the "
+            "old weights serve. in-place: over the old weights, which needs no further memory; no request is computed "
+            "during an update, and an update that fails leaves no usable weights."
         ),
     ] = "staged"
     instance_name: Annotated[
@@ -364,8 +364,8 @@ class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float,
         Meta(
             gt=0,
-            description="Seconds without a call of the trainer after which a weight update that is open is aborted; "
-            "the old weights stay.",
+            description="Seconds without a call of the trainer after which an open weight update is aborted; the old "
+            "weights stay. Also the limit of each wait of a worker for the trainer.",
         ),
     ] = 300.0
 

@@ -63,9 +63,9 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     admin_api_key: Annotated[
         list[str],
         Meta(
-            description="Keys of whoever may pause the instance, put it to sleep and change its weights, besides those "
-            "of the variable EAGLERAY_ADMIN_API_KEY; none: the keys of `api_key`. Without any key these routes serve "
-            "clients of this host only."
+            description="Keys with which a client may pause the instance, put it to sleep and change its weights, "
+            "besides the keys of the variable EAGLERAY_ADMIN_API_KEY. Default: the keys of `api_key`. Without any key "
+            "these routes serve clients of this host only."
         ),
     ] = []
     enable_rl: Annotated[
@@ -84,7 +84,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = False
     api_key_file: Annotated[
         str | None,
-        Meta(description="File with more of such keys, one a line; lines that begin with # are comments."),
+        Meta(description="File with more keys for `api_key`, one a line; lines that begin with # are comments."),
     ] = None
     max_request_bytes: Annotated[int, Meta(ge=1, description="Largest request body that is accepted, in bytes.")] = (
         32 * 2**20
@@ -116,8 +116,8 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     enable_collective_rpc: Annotated[
         bool,
         Meta(
-            description="Let whoever may send requests call methods of the workers by /collective_rpc. Otherwise it is "
-            "for whoever may change the weights (`admin_api_key`)."
+            description="Let every client that may send requests call methods of the workers by /collective_rpc. "
+            "Otherwise only clients that may change the weights can (`admin_api_key`)."
         ),
     ] = False
     shutdown_timeout: Annotated[
