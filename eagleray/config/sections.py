@@ -195,8 +195,8 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     weight_update: Annotated[
         Literal["staged", "in-place"],
         Meta(
-            description="Place of new weights until their update is finished. staged: in memory of their own, while the "
-            "old weights serve. in-place: over the old weights, which needs no further memory; no request is computed "
+            description="Place of new weights until their update is finished. staged: in memory of their own, while "
+            "the old weights serve. in-place: over the old weights, without further memory; no request is computed "
             "during an update, and an update that fails leaves no usable weights."
         ),
     ] = "staged"

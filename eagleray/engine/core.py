@@ -55,7 +55,7 @@ class EngineCore:
     def call_workers(self, call: CallWorkers) -> WorkersReturned:
         """Call the worker extension on every worker and return their values, or the first failure.
 
-        Weights that the method loads count from the next step on, so no block of the old ones is found any longer. A
+        The next step computes with weights that the method loads, so cached blocks of the old weights are hidden. A
         method that failed, or still runs, may have loaded some on any rank.
         """
         body = CallExtension(call.method, call.arguments)

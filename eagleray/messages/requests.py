@@ -22,7 +22,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     cache_salt: str = ""
     """Salt of the prefix cache: requests share cached prefixes only with requests of the same salt."""
     adapter: str = ""
-    """Name of the low-rank adapter that computes the request; empty: none."""
+    """Name of the low-rank adapter of the request; empty without one."""
     adapter_number: int = 0
     """Number of the adapter's load, see `Adapter.number`. It enters the names of cached prefixes."""
     output_token_ids: list[int] = []
@@ -32,7 +32,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     routed_experts_from: int | None = None
     """First position whose routed experts are still missing; None if they are not requested."""
     skip_reading_prefix_cache: bool = False
-    """Whether to compute every token, although the prefix cache may have some."""
+    """Whether to compute every token, even if the prefix cache has some."""
     is_suspect: bool = False
     """Whether several engines exited while this request ran on them. The engine runs one suspect at a time and
     announces its start (a `Chunk` with `is_started`, sent before its first step), so that its client knows which one it

@@ -44,7 +44,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs_from: int = 1
     """First prompt position whose log-probabilities are still wanted (if `sampling.prompt_logprobs` is set)."""
     adapter_slot: int = -1
-    """Slot of the low-rank adapter that all of its tokens are computed with; -1: none."""
+    """Slot of the low-rank adapter for all tokens of the row; -1 without one."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -229,8 +229,8 @@ class LoadNullModel(msgspec.Struct, frozen=True, tag=True):
 
 
 class SleepWorker(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Free memory: that of the weights (with level 2 they are dropped, with level 1 they can be woken without a
-    source), or that of the cache, whose content is lost. Parts that sleep already stay asleep."""
+    """Free the memory of the weights or the cache. Level 2 drops the weights; with level 1 they can be restored without
+    a source. The content of the cache is lost. Parts that sleep already stay asleep."""
 
     tags: tuple[SleepTag, ...]
     level: int
@@ -242,7 +242,7 @@ class WorkerSlept(msgspec.Struct, frozen=True, tag=True):
 
 
 class WakeWorker(msgspec.Struct, frozen=True, tag=True):
-    """Allocate the memory of these parts again, and fill that of the weights. Parts that are awake stay so."""
+    """Allocate the memory of these parts again, and restore the weights. Parts that are awake stay awake."""
 
     tags: tuple[SleepTag, ...]
 

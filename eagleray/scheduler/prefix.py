@@ -15,9 +15,9 @@ HASH_BYTES = 16
 
 
 def root_hash(cache_salt: str, update: int = 0, num_loads: int = 0, *, adapter: int = 0) -> bytes:
-    """Return the parent of a sequence's first block hash. Prefixes with different salts share no hash, nor do those
-    that were computed with the weights of different updates, before and after another load of weights, or with
-    different adapters (`adapter`: number of the load, 0 for none)."""
+    """Return the parent of a sequence's first block hash. Prefixes share a hash only if they have the same salt, and
+    were computed with the weights of the same update, after the same number of other loads of weights (`num_loads`),
+    and with the same adapter (`adapter`: number of its load, 0 without one)."""
     salt = update.to_bytes(8, "little") + num_loads.to_bytes(8, "little")
     key = adapter.to_bytes(8, "little") if adapter else b""
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, key=key, salt=salt, person=b"eagleray salt").digest()

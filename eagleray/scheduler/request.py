@@ -59,14 +59,14 @@ class Request:
     routed_experts_from: int | None = None
     """First position whose routed experts have not been delivered yet; None if the request does not want them."""
     skip_reading_prefix_cache: bool = False
-    """Whether every token is computed, although the prefix cache may have some."""
+    """Whether every token is computed, even if the prefix cache has some."""
     is_suspect: bool = False
     """Whether several engines exited while the request ran on them: see `waiting.Quarantine`."""
     announce_start: bool = False
     """Whether the client receives a chunk before the first step that computes the request."""
     was_started: bool = False
     weight_version: str = FIRST_WEIGHT_VERSION
-    """Version of the weights that made the last token that was delivered, as the client knows it."""
+    """Version of the weights that made the last delivered token, as the client knows it."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache at the first admission; 0 again once reported to the client."""
     run: Run | None = None
@@ -101,7 +101,7 @@ class Request:
         return Finish(FinishReason.LENGTH) if len(self.token_ids) >= self.max_num_tokens else None
 
     def set_update(self, update: int, num_loads: int) -> None:
-        """Look up, and register, blocks that were computed with the weights of this update and load only."""
+        """Look up and register only blocks that were computed with the weights of this update and load."""
         self.root_hash = root_hash(self.cache_salt, update, num_loads, adapter=_number_of(self.adapter))
         self.block_hashes.clear()
 
@@ -133,7 +133,7 @@ class Run:
     num_initial_tokens: int
     """Number of tokens that the request had at its admission."""
     is_cacheable: bool = True
-    """Whether its blocks may be found by others: not once a weight update came while the request ran."""
+    """Whether other requests may find its blocks; False once the weights changed during the run."""
     num_placeholders: int = 0
     """Number of tokens that planned steps sample and whose ids only the worker knows so far."""
     last_step: int = -1
@@ -202,7 +202,7 @@ def new_request(
     """Make the state of a request; one that resumes looks as if it had been preempted after its last token.
 
     `update`: number of the last weight update. `num_loads`: number of calls of `Scheduler.on_weights_loaded`.
-    `adapter`: the one that the request names. Raises `InvalidRequest` if the request can never run.
+    `adapter`: the adapter that the request names. Raises `InvalidRequest` if the request can never run.
     """
     check_admission(message, max_model_len=max_model_len, vocab_size=vocab_size, has_routing=has_routing)
     num_prompt_tokens = len(message.prompt_token_ids)

@@ -6,7 +6,8 @@ is applied; results come back in the order of the plans. In an expert group ther
 when another engine of the group exits, the steps in flight are dropped (`rewind`).
 
 Planning can be stopped and started again (`stop`, `drain`, `start`). Requests keep their rows and blocks meanwhile,
-unless `preempt_all` takes them. What changes weights or the cache is called between steps, when `is_settled`."""
+unless `preempt_all` takes them. Methods that change weights or the cache are called between steps, when
+`is_settled`."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class Scheduler:
                 f"`max_model_len` to at most {num_blocks * block_size}"
             )
         self.adapters = AdapterSlots(num_adapter_slots)
-        """Adapters that requests may name. They are loaded by `engine.adapters`."""
+        """Adapters that requests may name. `engine.adapters` has the workers load them."""
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -91,7 +92,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step can be planned, now or soon, or a planned one has not been applied yet."""
+        """Whether requests can be computed, or a planned step has not been applied yet."""
         may_plan = not self._is_stopped and (len(self._running) or self._waiting.num_to_admit)
         return bool(self._in_flight or may_plan)
 
@@ -161,7 +162,7 @@ class Scheduler:
         """Abort all requests of a client that has left, without chunks, and return their number."""
         return len(self._abort([request for request in self._requests.values() if request.client == client]))
 
-    # Planning is stopped and started, weights and cache change.
+    # Stop and start of planning, changes of weights and cache.
 
     @property
     def is_settled(self) -> bool:
@@ -170,7 +171,7 @@ class Scheduler:
 
     @property
     def is_drained(self) -> bool:
-        """Whether no request is under way. After `drain`, the others are held back."""
+        """Whether no request is under way. After `drain`, requests that have not begun are held back."""
         return not self._running and self._waiting.num_to_admit == 0
 
     def stop(self) -> None:
@@ -200,8 +201,8 @@ class Scheduler:
     def set_weights(self, *, update: int, version: str) -> None:
         """Adopt the number of the last update and the version of the weights that compute the next steps.
 
-        With a new number, requests that have no token from their row yet start their prompt again. The others continue
-        with what the cache has; what they compute from now on is found by no other request.
+        With a new number, requests whose row has sampled no token yet start their prompt again. The others continue
+        with their blocks, and no other request finds the blocks that they compute from now on.
         """
         self._weight_version = version
         if update == self._update:
@@ -216,10 +217,10 @@ class Scheduler:
         self._leave_cached_blocks()
 
     def on_weights_loaded(self) -> None:
-        """Find no block from before in the prefix cache any longer, because a method of the workers has loaded weights.
+        """Hide all cached blocks from later lookups, because a method of the workers has loaded weights.
 
-        Running requests continue with what the cache has; what they compute is found by no other request. Steps may be
-        in flight: what they compute is found by none either.
+        Running requests continue with their blocks, and no other request finds the blocks that they compute from now
+        on. Steps may be in flight: their blocks are not found either.
         """
         self._num_loads += 1
         for run in self._running:

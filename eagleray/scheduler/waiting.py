@@ -92,8 +92,8 @@ class Quarantine:
 
 
 class Backlog:
-    """The requests without a row: those that may be admitted, suspects that wait for their turn, and those that are
-    held back because the engine only finishes what is under way."""
+    """The requests without a row, in three queues: requests that may be admitted, suspects that wait for their turn,
+    and requests that are held back because the engine only finishes those under way."""
 
     def __init__(self) -> None:
         self._admissible = WaitingQueue()
@@ -106,7 +106,7 @@ class Backlog:
 
     @property
     def num_to_admit(self) -> int:
-        """Number of requests that will be admitted once there is room, without those that are held back."""
+        """Number of requests that are admitted as soon as there is room; requests that are held back do not count."""
         return len(self._admissible) + len(self._quarantine)
 
     def push(self, request: Request) -> None:
@@ -131,7 +131,7 @@ class Backlog:
         return self._admissible.pop()
 
     def on_finished(self, request: Request, *, has_row: bool) -> None:
-        """Note that a request finished or was aborted; it is removed unless it has a row."""
+        """Remove a request that finished or was aborted. One with a row is in no queue."""
         was_quarantined = request.is_suspect and self._quarantine.remove(request)
         if not has_row and not was_quarantined:
             (self._held_back if request in self._held_back else self._admissible).remove(request)
