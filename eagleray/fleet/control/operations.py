@@ -83,6 +83,7 @@ Adoption = Generator[Commands | Condition, Replies, Replies]
 def adopt(instance: SteeredInstance, changes: dict[str, Any], **fields: Any) -> Adoption:
     """Change fields of the state, and wait until the engines have adopted it. `fields`: further fields of `SetState`.
 
+    An engine may reply early because a later state came, for example after an exit. That state must be adopted too.
     Restores the former state and raises `MemberFailed` if an engine cannot adopt the new one.
     """
     former = {name: getattr(instance.state, name) for name in changes}
@@ -92,7 +93,13 @@ def adopt(instance: SteeredInstance, changes: dict[str, Any], **fields: Any) -> 
         instance.assign(instance.changed(**former))
         instance.post_state()
         replies.raise_failure()
+    yield Condition(lambda: not _unanswered(instance), lambda: f"{_unanswered(instance)} must adopt a later state")
     return replies
+
+
+def _unanswered(instance: SteeredInstance) -> str:
+    """Return the labels of the engines that have not replied to the newest state."""
+    return ", ".join(record.engine.label for record in instance.steered if record.unanswered)
 
 
 def pause(instance: SteeredInstance, request: Pause) -> Steps:

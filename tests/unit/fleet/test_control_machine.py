@@ -141,6 +141,21 @@ def test_control_pause_flags_follow_its_mode():
     assert sent == [("abort", True, True), ("wait", False, True), ("keep", False, False)]
 
 
+def test_control_state_changes_while_a_pause_waits_it_waits_on():
+    """The exit drops the update. The state without it ends the wait of the engine, and begins another."""
+    fleet = SteeredFleet(shares_experts=True)
+    fleet.run(StartWeightUpdate())
+    fleet.of_rank(0).has_running = True
+    pause = fleet.call(Pause(mode="wait"), timeout=60.0)
+    fleet.settle()
+    fleet.engine_exits(1)
+    fleet.settle()
+    assert fleet.of_rank(0).state == InstanceState(pause="wait")
+    assert pause not in fleet.answers
+    fleet.end_requests(0)
+    assert fleet.outcome(pause)["status"] == "paused"
+
+
 def test_control_sleep_that_waits_ends_requests_first():
     fleet = SteeredFleet(1)
     fleet.of_rank(0).has_running = True
