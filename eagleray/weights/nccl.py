@@ -79,9 +79,7 @@ class NcclReceiver:
 
     def connect(self) -> None:
         unique_id = self._unique_id()
-        self._communicator = communicator = NcclCommunicator(
-            unique_id, rank=self._rank, size=self._info.world_size, device=self._device
-        )
+        self._communicator = communicator = self._join(unique_id)
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):  # steps of the model run in another stream and do not wait for the trainer
             communicator.warm_up()
@@ -117,6 +115,16 @@ class NcclReceiver:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.abort()
+
+    def _join(self, unique_id: bytes) -> NcclCommunicator:
+        return NcclCommunicator(
+            unique_id,
+            rank=self._rank,
+            size=self._info.world_size,
+            device=self._device,
+            timeout=self._timeout,
+            is_cancelled=lambda: self._is_closed,
+        )
 
     def _receive(
         self, communicator: NcclCommunicator, stream: torch.cuda.Stream, shape: tuple[int, ...], dtype: torch.dtype

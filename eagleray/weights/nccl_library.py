@@ -6,15 +6,21 @@ torch makes groups of its own over NCCL, but none with a given id, which a train
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagleray.errors import ConfigError, TransferBroken
+from eagleray.errors import ConfigError, DeadlineExceeded, TransferBroken
 
 LIBRARY = "libnccl.so.2"
 UNIQUE_ID_BYTES = 128
+CONNECT_POLL_SECONDS = 0.05
+"""Time of one wait for the other ranks, after which it is checked whether the transfer was closed."""
 SUCCESS = 0
 SUM = 0
 DATA_TYPES = {
@@ -39,17 +45,40 @@ class UniqueId(ctypes.Structure):
 class NcclCommunicator:
     """A communicator of one rank. Operations are put into the current stream of the device."""
 
-    def __init__(self, unique_id: bytes, *, rank: int, size: int, device: torch.device) -> None:
-        """Connect. Returns when all ranks are connected; NCCL itself has no time limit for that."""
-        self._library = _load()
+    def __init__(
+        self,
+        unique_id: bytes,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: float,
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        """Connect. Returns when all ranks are connected.
+
+        Raises `DeadlineExceeded` if they are not within `timeout` seconds, and `TransferBroken` if NCCL fails or
+        `is_cancelled` returns True meanwhile.
+        """
+        self._library = library = _load()
         self._device = device
-        self._communicator = ctypes.c_void_p()
-        id_by_value = UniqueId.from_buffer_copy(unique_id)
-        with torch.cuda.device(device):
-            self._check(
-                "ncclCommInitRank",
-                self._library.ncclCommInitRank(ctypes.byref(self._communicator), size, id_by_value, rank),
-            )
+
+        def connect() -> ctypes.c_void_p:
+            communicator = ctypes.c_void_p()
+            with torch.cuda.device(device):
+                result = library.ncclCommInitRank(
+                    ctypes.byref(communicator), size, UniqueId.from_buffer_copy(unique_id), rank
+                )
+            self._check("ncclCommInitRank", result)
+            return communicator
+
+        self._communicator = _run_until(
+            connect,
+            what=f"the {size} ranks of the trainer's communicator of NCCL",
+            timeout=timeout,
+            is_cancelled=is_cancelled,
+            drop=library.ncclCommAbort,
+        )
 
     def warm_up(self) -> None:
         """Add up one number of each rank, as the trainer does after it has connected."""
@@ -107,6 +136,39 @@ class NcclCommunicator:
         if result != SUCCESS:
             text = self._library.ncclGetErrorString(result)
             raise TransferBroken(f"{what} failed: {text.decode(errors='replace') if text else result}")
+
+
+def _run_until(
+    connect: Callable[[], ctypes.c_void_p],
+    *,
+    what: str,
+    timeout: float,
+    is_cancelled: Callable[[], bool],
+    drop: Callable[[ctypes.c_void_p], object],
+) -> ctypes.c_void_p:
+    """Return `connect()`, which runs in a thread because NCCL waits for the other ranks without a limit. One that ends
+    after the wait for it was given up is passed to `drop`."""
+    connected: Future[ctypes.c_void_p] = Future()
+
+    def run() -> None:
+        try:
+            connected.set_result(connect())
+        except Exception as error:
+            connected.set_exception(error)
+
+    def drop_late(late: Future[ctypes.c_void_p]) -> None:
+        if late.exception() is None:
+            drop(late.result())
+
+    deadline = time.monotonic() + timeout
+    threading.Thread(target=run, name="weights-nccl-connect", daemon=True).start()
+    while not wait([connected], CONNECT_POLL_SECONDS).done:
+        if is_cancelled() or time.monotonic() >= deadline:
+            connected.add_done_callback(drop_late)
+            if is_cancelled():
+                raise TransferBroken(f"the transfer was closed while {what} connected")
+            raise DeadlineExceeded(f"{what} were not connected within {timeout:g} s")
+    return connected.result()
 
 
 def _load() -> Any:

@@ -17,7 +17,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from eagleray.errors import ConfigError, DeadlineExceeded, TransferBroken
 from eagleray.weights.gloo_group import GROUP_NAME, group_store, reach_store
 from eagleray.weights.nccl import NcclInfo, NcclReceiver, check_id
-from eagleray.weights.nccl_library import NcclCommunicator
 from eagleray.weights.receiver import (
     CheckTensors,
     NamedTensors,
@@ -78,12 +77,7 @@ class TorchNcclReceiver(NcclReceiver):
         try:
             check_group(update_info, self._group.group_name)
             if self._communicator is None:
-                self._communicator = NcclCommunicator(
-                    self._published_id(self._store),
-                    rank=self._rank,
-                    size=self._group.world_size,
-                    device=self._device,
-                )
+                self._communicator = self._join(self._published_id(self._store))
         except BaseException:
             self.close()
             raise

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import queue
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +18,10 @@ from received_weights import collect
 from torch.distributed import PrefixStore, TCPStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from eagleray.errors import ConfigError, InvalidRequest, NotFound, TransferBroken, WeightsMismatch
+from eagleray.errors import ConfigError, DeadlineExceeded, InvalidRequest, NotFound, TransferBroken, WeightsMismatch
 from eagleray.weights.ipc import check_sizes, find_handles
 from eagleray.weights.nccl import check_id, read_pickled_id
+from eagleray.weights.nccl_library import NcclCommunicator
 from eagleray.weights.receiver import ReceiverPosition, open_receiver
 from eagleray.weights.tensors import SentTensor
 
@@ -47,7 +52,7 @@ def test_torch_nccl_receiver_joins_the_communicator_at_the_first_broadcast(monke
         made.append((unique_id, place["rank"], place["size"]))
         raise TransferBroken("there is no GPU")
 
-    monkeypatch.setattr("eagleray.weights.torch_nccl.NcclCommunicator", communicator)
+    monkeypatch.setattr("eagleray.weights.nccl.NcclCommunicator", communicator)
     trainer = TCPStore("127.0.0.1", 0, 4, is_master=True, wait_for_workers=False)
     info = {"master_address": "127.0.0.1", "master_port": trainer.port, "world_size": 4, "group_name": "pp_0"}
     position = ReceiverPosition(2, torch.device("cuda", 0))
@@ -60,6 +65,85 @@ def test_torch_nccl_receiver_joins_the_communicator_at_the_first_broadcast(monke
     assert made == [(b"i" * 128, 3, 4)]
     with pytest.raises(TransferBroken, match="the group was closed"):
         collect(receiver, {"names": [], "dtype_names": [], "shapes": []})
+
+
+class WaitingLibrary:
+    """NCCL whose other ranks come when `come` is set."""
+
+    def __init__(self, result: int = 0) -> None:
+        self.come = threading.Event()
+        self.aborted: queue.Queue[int] = queue.Queue()
+        self._result = result
+
+    def ncclCommInitRank(self, communicator: Any, size: int, unique_id: Any, rank: int) -> int:
+        assert self.come.wait(30)
+        communicator._obj.value = 7
+        return self._result
+
+    def ncclCommAbort(self, communicator: ctypes.c_void_p) -> None:
+        self.aborted.put(communicator.value or 0)
+
+    def ncclGetErrorString(self, result: int) -> bytes:
+        return b"remote process exited"
+
+
+@pytest.fixture
+def make_communicator(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NcclCommunicator]:
+    def make(library: WaitingLibrary, *, timeout: float, is_cancelled: bool = False) -> NcclCommunicator:
+        monkeypatch.setattr("eagleray.weights.nccl_library._load", lambda: library)
+        monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
+        return NcclCommunicator(
+            b"i" * 128,
+            rank=1,
+            size=4,
+            device=torch.device("cuda", 0),
+            timeout=timeout,
+            is_cancelled=lambda: is_cancelled,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("is_cancelled", "error", "message"),
+    [
+        (
+            False,
+            DeadlineExceeded,
+            r"the 4 ranks of the trainer's communicator of NCCL were not .* within 0\.1 s",
+        ),
+        (True, TransferBroken, "the transfer was closed while the 4 ranks"),
+    ],
+)
+def test_nccl_communicator_without_its_other_ranks_stops_waiting_and_aborts_late(
+    make_communicator: Callable[..., NcclCommunicator], is_cancelled: bool, error: type[Exception], message: str
+) -> None:
+    library = WaitingLibrary()
+    with pytest.raises(error, match=message):
+        make_communicator(library, timeout=30.0 if is_cancelled else 0.1, is_cancelled=is_cancelled)
+    assert library.aborted.empty()
+    library.come.set()
+    assert library.aborted.get(timeout=30) == 7
+
+
+def test_nccl_communicator_connected_ranks_are_kept_until_abort(
+    make_communicator: Callable[..., NcclCommunicator],
+) -> None:
+    library = WaitingLibrary()
+    library.come.set()
+    communicator = make_communicator(library, timeout=30.0)
+    assert library.aborted.empty()
+    communicator.abort()
+    assert library.aborted.get(timeout=30) == 7
+
+
+def test_nccl_communicator_failed_connection_gives_the_text_of_nccl(
+    make_communicator: Callable[..., NcclCommunicator],
+) -> None:
+    library = WaitingLibrary(result=6)
+    library.come.set()
+    with pytest.raises(TransferBroken, match="ncclCommInitRank failed: remote process exited"):
+        make_communicator(library, timeout=30.0)
 
 
 def test_read_pickled_id_struct_of_another_module_gives_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
