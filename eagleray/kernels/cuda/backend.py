@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eagleray.kernels.adapters import AdapterTable
 from eagleray.kernels.backend import ExpertProducts
+from eagleray.kernels.cuda.adapters import CudaAdapterSite
 from eagleray.kernels.cuda.experts import CudaExperts
 from eagleray.kernels.cuda.linear import CudaEmbedding, CudaLinear
 from eagleray.kernels.cuda.lowering import lower
@@ -37,6 +39,9 @@ class CudaBackend(RecordingBackend):
         super().__init__(dtype)
         self._captures = captures
         self.prefills_by_fa3 = prefills_by_fa3
+
+    def adapter_site(self, table: AdapterTable, in_features: int, out_features: Sequence[int]) -> CudaAdapterSite:
+        return CudaAdapterSite(table, in_features, out_features)
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> CudaLinear:
         return CudaLinear(weight, bias)

@@ -71,6 +71,8 @@ class LoweredLaunches:
     """See `query_tiles`; 0 without attention."""
     num_rotated: int
     """Pairs of features of a head that launches rotate; 0 without attention."""
+    num_adapter_slots: int = 0
+    """Slots of the adapters that tokens may have; 0 if no product has adapters."""
     reserve: Sequence[Callable[[int], None]] = ()
     """Callbacks that grow memory outside of the program; called with the most tokens of a batch."""
 

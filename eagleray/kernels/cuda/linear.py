@@ -53,11 +53,15 @@ class CudaLinear(LinearWeight):
     def multiply(self, x: Tensor, out: Tensor) -> None:
         """Write the product, without the gate unless `applies_gate`, to `out` [rows, out_features]. Both are of the
         weight's dtype, or with a quantized weight of the model's."""
+        if self.applies_gate:
+            quantized_gated_linear(x, self.weight, self.bias, self.clamp, out=out)
+        else:
+            self.multiply_without_gate(x, out)
+
+    def multiply_without_gate(self, x: Tensor, out: Tensor) -> None:
+        """Write the product to `out` [rows, out_features], also if it is gated."""
         if not isinstance(self.weight, Tensor):
-            if self.is_gated:
-                quantized_gated_linear(x, self.weight, self.bias, self.clamp, out=out)
-            else:
-                quantized_linear(x, self.weight, self.bias, out=out)
+            quantized_linear(x, self.weight, self.bias, out=out)
         elif self.bias is None:
             torch.mm(x, self.weight.t(), out=out)
         else:

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from eagleray.kernels.cuda.adapters import AdaptedProduct, CudaAdapterSite
 from eagleray.kernels.cuda.attention import LatentPagedAttention, PagedAttention
 from eagleray.kernels.cuda.attention_work import SPLIT_KEYS, latent_split_keys
 from eagleray.kernels.cuda.experts import CudaExperts
@@ -95,6 +96,7 @@ def lower(recording: Recording, device: torch.device, *, prefills_by_fa3: bool =
         split_rules=lowering.split_rules,
         queries_per_tile=lowering.queries_per_tile,
         num_rotated=lowering.num_rotated,
+        num_adapter_slots=lowering.num_adapter_slots,
         reserve=lowering.reserve,
     )
 
@@ -108,6 +110,7 @@ class _LaunchLowering:
     split_rules: list[SplitRule] = field(default_factory=list)
     queries_per_tile: int = 0
     num_rotated: int = 0
+    num_adapter_slots: int = 0
     reserve: list[Callable[[int], None]] = field(default_factory=list)
 
     def lower(self, op: FusedOp) -> None:
@@ -116,8 +119,12 @@ class _LaunchLowering:
                 self._launch(partial(_embed, table, op.out), Access((), (op.out,)))
             case RoundOp():
                 self._launch(partial(_copy, op.x, op.out), Access((op.x,), (op.out,)))
-            case LinearOp(weight=CudaLinear() as weight):
+            case LinearOp(weight=CudaLinear() as weight, adapters=None):
                 self._linear(op, weight)
+            case LinearOp(weight=CudaLinear() as weight, adapters=CudaAdapterSite() as site):
+                adapted = AdaptedProduct.of(op, weight, site)
+                self.num_adapter_slots = site.table.num_slots
+                self._launch(adapted.compute, Access((op.x,), adapted.writes), scratch=adapted.scratch)
             case NormOp():
                 self._launch(partial(_norm, op), Access((op.x,), (op.out,)))
             case AddOp():

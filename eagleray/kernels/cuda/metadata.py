@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagleray.kernels.cuda.adapter_tiles import AdapterTiles, max_tiles, tile_size, write_tiles
 from eagleray.kernels.cuda.attention_work import MAX_SPLITS, SPLIT_KEYS, max_split_work, query_tiles, split_work
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
 
@@ -28,6 +29,9 @@ NUM_STAGING_BUFFERS = 4
 MAX_NUMBERS = 8192
 """Largest `DeviceNumbers` that are copied together with a batch. Longer ones, as when rows with long lists of tokens
 begin, are copied separately."""
+
+NUM_LEADING_ARRAYS = 10
+"""Arrays of a batch before those of its `SplitRule`s."""
 
 NO_SLOT = -1
 """Slot of a padded token: nothing is cached."""
@@ -63,15 +67,19 @@ class MetadataSizes:
     """Tiles of the other rows' queries, see `query_tiles`."""
     num_splits: tuple[int, ...]
     """Pieces of work of the rows with one query, for each `SplitRule` of the model."""
+    num_adapter_slots: int = 0
+    """Slots of the adapters that tokens may have; 0 for a batch in which none has one."""
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the arrays in order. The arrays of tokens come first: their places do not depend on the rows. The
         largest one is the last one."""
         tokens, rows, decodes = (self.num_tokens,), (self.num_rows,), (self.num_decodes,)
+        num_tiles = max_tiles(self.num_tokens, self.num_adapter_slots) if self.num_adapter_slots else 0
         splits = [shape for length in self.num_splits for shape in ((1,), decodes, (length, 2))]
         return [
             *((1,), tokens, tokens, tokens),
+            *((1,), (num_tiles,), (num_tiles, tile_size(self.num_tokens))),
             *(rows, (self.num_rows + 1,), (self.num_tiles, 2), *splits, (self.num_rows, self.table_width)),
         ]
 
@@ -111,6 +119,8 @@ class DeviceMetadata:
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
+    adapter_tiles: AdapterTiles | None
+    """None if no token of the batch has an adapter."""
     seq_lens: Tensor
     query_start_loc: Tensor
     tiles: Tensor
@@ -124,14 +134,16 @@ class DeviceMetadata:
             memory[place : place + math.prod(shape)].view(shape)
             for place, shape in zip(sizes.places, sizes.shapes, strict=False)
         ]
-        splits = [SplitMetadata(*views[first : first + 3]) for first in range(7, len(views) - 1, 3)]
-        num_tokens, token_ids, positions, slot_mapping, seq_lens, query_start_loc, tiles = views[:7]
+        splits = [SplitMetadata(*views[first : first + 3]) for first in range(NUM_LEADING_ARRAYS, len(views) - 1, 3)]
+        num_tokens, token_ids, positions, slot_mapping, *of_adapters = views[:7]
+        seq_lens, query_start_loc, tiles = views[7:NUM_LEADING_ARRAYS]
         return cls(
             sizes=sizes,
             num_tokens=num_tokens,
             token_ids=token_ids,
             positions=positions,
             slot_mapping=slot_mapping,
+            adapter_tiles=AdapterTiles(*of_adapters) if sizes.num_adapter_slots else None,
             seq_lens=seq_lens,
             query_start_loc=query_start_loc,
             tiles=tiles,
@@ -148,15 +160,21 @@ class HostMetadata:
     tiles: Int32Array
     splits: Sequence[tuple[Int32Array, Int32Array]]
     """(work, row_starts) for each rule of the model"""
+    num_adapter_slots: int
+    """See `MetadataSizes`."""
 
     @classmethod
-    def of(cls, batch: ForwardBatch, rules: Sequence[SplitRule], queries_per_tile: int) -> HostMetadata:
-        """`rules`: those of the model's layers. `queries_per_tile`: 0 in a model without attention."""
+    def of(
+        cls, batch: ForwardBatch, rules: Sequence[SplitRule], queries_per_tile: int, num_adapter_slots: int = 0
+    ) -> HostMetadata:
+        """`rules`: those of the model's layers. `queries_per_tile`: 0 in a model without attention.
+        `num_adapter_slots`: those of the model."""
         tiles = np.empty((0, 2), np.int32)
         if batch.num_decodes < len(batch.seq_lens) and queries_per_tile:
             tiles = query_tiles(batch.query_start_loc, batch.seq_lens, queries_per_tile, batch.num_decodes)
         decodes = batch.seq_lens[: batch.num_decodes]
-        return cls(batch, tiles, [rule.work(decodes) for rule in rules])
+        splits = [rule.work(decodes) for rule in rules]
+        return cls(batch, tiles, splits, 0 if batch.adapters is None else num_adapter_slots)
 
     def sizes(self, num_tokens: int) -> MetadataSizes:
         """Return the sizes of these numbers with the tokens padded to `num_tokens`."""
@@ -168,14 +186,19 @@ class HostMetadata:
             table_width=table_width,
             num_tiles=len(self.tiles),
             num_splits=tuple(len(work) for work, _ in self.splits),
+            num_adapter_slots=self.num_adapter_slots,
         )
 
     def write(self, memory: Int32Array, sizes: MetadataSizes) -> int:
         """Write the numbers to the beginning of `memory`, padded to `sizes`. Return how many of them are used: only
         unused rows of the block table lie behind them."""
         batch = self.batch
-        num_tokens, token_ids, positions, slots, seq_lens, starts, tiles, *splits, table = sizes.views(memory)
+        num_tokens, token_ids, positions, slots, *others = sizes.views(memory)
+        num_adapter_tiles, adapter_slots, adapter_tokens, seq_lens, starts, tiles, *splits, table = others
         num_tokens[0] = batch.num_tokens
+        num_adapter_tiles[0] = 0
+        if sizes.num_adapter_slots and batch.adapters is not None:
+            num_adapter_tiles[0] = write_tiles(batch.adapters, adapter_slots, adapter_tokens)
         _fill(token_ids, batch.token_ids, 0)
         _fill(positions, batch.positions, 0)
         _fill(slots, batch.slot_mapping, NO_SLOT)

@@ -4,7 +4,8 @@
 - Other small batches run as graphs of what lies between attentions, for each bucket of tokens.
 - Larger batches run as a plain list of launches.
 
-Batches are padded to their bucket. The memory of a pass belongs to the program: buffers of the most rows, of which
+Batches are padded to their bucket. If products have adapters, a batch in which a token has one runs other graphs than
+the rest, for fewer buckets. The memory of a pass belongs to the program: buffers of the most rows, of which
 smaller batches use the first rows, working memory that launches share, and the metadata of a batch.
 """
 
@@ -56,16 +57,21 @@ Segment = Callable[[Frame], None]
 """A part of a plan: the repetition of captured launches, or a launch that takes the tensors of the current batch."""
 
 
+def buckets_of(buckets: Sequence[int], num_adapter_slots: int) -> Sequence[int]:
+    """Return the buckets that have graphs: for batches with adapters the powers of two among them."""
+    return [bucket for bucket in buckets if bucket & (bucket - 1) == 0] if num_adapter_slots else buckets
+
+
 def bucket_of(number: int, buckets: Sequence[int]) -> int | None:
     """Return the smallest bucket that has room for `number`, or None."""
     return next((bucket for bucket in buckets if bucket >= number), None)
 
 
-def in_buckets(limits: PassLimits) -> PassLimits:
-    """Return limits that have room for the buckets of these, too."""
+def in_buckets(limits: PassLimits, num_adapter_slots: int = 0) -> PassLimits:
+    """Return limits that have room for the buckets of these, too; those with graphs for adapters are among the rest."""
     return PassLimits(
-        bucket_of(limits.num_tokens, TOKEN_BUCKETS) or limits.num_tokens,
-        bucket_of(limits.num_rows, DECODE_BUCKETS) or limits.num_rows,
+        bucket_of(limits.num_tokens, buckets_of(TOKEN_BUCKETS, num_adapter_slots)) or limits.num_tokens,
+        bucket_of(limits.num_rows, buckets_of(DECODE_BUCKETS, num_adapter_slots)) or limits.num_rows,
         limits.num_positions,
     )
 
@@ -83,7 +89,7 @@ class MemoryPlan:
     def table_width(self) -> int:
         return -(-self.limits.num_positions // self.block_size)
 
-    def decode_sizes(self, num_rows: int) -> MetadataSizes:
+    def decode_sizes(self, num_rows: int, num_adapter_slots: int) -> MetadataSizes:
         """Return the sizes of a batch of rows with one query each, whatever their lengths are."""
         return MetadataSizes(
             num_tokens=num_rows,
@@ -92,13 +98,14 @@ class MemoryPlan:
             table_width=self.table_width,
             num_tiles=0,
             num_splits=tuple(rule.max_work(num_rows, self.limits.num_positions) for rule in self.lowered.split_rules),
+            num_adapter_slots=num_adapter_slots,
         )
 
     @cached_property
     def sizes(self) -> MetadataSizes:
         """The largest size of each array."""
         limits, in_tile = self.limits, self.lowered.queries_per_tile
-        decodes = self.decode_sizes(limits.num_rows)
+        decodes = self.decode_sizes(limits.num_rows, self.lowered.num_adapter_slots)
         return MetadataSizes(
             num_tokens=max(limits.num_tokens, limits.num_rows),
             num_rows=limits.num_rows,
@@ -106,6 +113,7 @@ class MemoryPlan:
             table_width=decodes.table_width,
             num_tiles=limits.num_rows + limits.num_tokens // in_tile if in_tile else 0,
             num_splits=decodes.num_splits,
+            num_adapter_slots=decodes.num_adapter_slots,
         )
 
     @cached_property
@@ -194,16 +202,17 @@ class CudaProgram(Program):
         self._memory: _PassMemory | None = None
         self._no_last_tokens = torch.zeros(1, dtype=torch.int64, device=device)
         self._last_tokens = self._no_last_tokens
-        self._decode_plans: dict[int, tuple[Frame, list[Segment]]] = {}
-        self._piece_plans: dict[int, tuple[Frame, list[Segment]]] = {}
+        # by bucket and number of adapter slots: that of the model, or 0 for batches without adapters
+        self._decode_plans: dict[tuple[int, int], tuple[Frame, list[Segment]]] = {}
+        self._piece_plans: dict[tuple[int, int], tuple[Frame, list[Segment]]] = {}
 
     def num_bytes(self, limits: PassLimits) -> int:
         """See `Program`. What captured graphs take is not included."""
-        return self._plan(in_buckets(limits)).num_bytes
+        return self._plan(in_buckets(limits, self._lowered.num_adapter_slots)).num_bytes
 
     def reserve(self, limits: PassLimits) -> None:
         """See `Program`. Larger batches make the memory grow, and captured graphs are lost."""
-        limits = in_buckets(limits)
+        limits = in_buckets(limits, self._lowered.num_adapter_slots)
         if self._memory is not None and self._limits.covers(limits):
             return
         self._limits = limits
@@ -226,12 +235,13 @@ class CudaProgram(Program):
         launch chooses among its kernels by the number of tokens."""
         num_tokens, largest = min(MIN_TOKENS, self._limits.num_tokens), self._limits.num_tokens
         while True:
-            self._run_on_padding(num_tokens)
+            for num_adapter_slots in self._variants():
+                self._run_on_padding(num_tokens, num_adapter_slots)
             if num_tokens == largest:
                 return
             num_tokens = min(2 * num_tokens, largest)
 
-    def _run_on_padding(self, num_tokens: int) -> None:
+    def _run_on_padding(self, num_tokens: int, num_adapter_slots: int) -> None:
         memory = self._memory
         assert memory is not None
         rules = self._lowered.split_rules
@@ -239,7 +249,8 @@ class CudaProgram(Program):
         # a row with one query and, if there is room for it, one with several: they have kernels of their own
         starts = [0, 1, num_tokens][: self._limits.num_rows + 1]
         num_rows = len(starts) - 1
-        sizes = MetadataSizes(num_tokens, num_rows, 1, memory.plan.table_width, num_tiles, tuple(1 for _ in rules))
+        splits = tuple(1 for _ in rules)
+        sizes = MetadataSizes(num_tokens, num_rows, 1, memory.plan.table_width, num_tiles, splits, num_adapter_slots)
         frame = self._frame(sizes)
         frame.num_tokens = starts[-1]
         memory.metadata.upload(_no_batch(rules, starts), sizes)
@@ -251,18 +262,22 @@ class CudaProgram(Program):
         """Capture all graphs within the reserved limits, and return their number of buckets. `last_tokens` must be that
         of all later batches."""
         self._set_last_tokens(last_tokens)
-        decodes = [bucket for bucket in DECODE_BUCKETS if bucket <= self._limits.num_rows]
-        tokens = [bucket for bucket in TOKEN_BUCKETS if bucket <= self._limits.num_tokens]
-        for bucket in reversed(decodes):  # the largest first: the others find its temporary memory free
-            self._decode_plan(bucket)
-        for bucket in reversed(tokens):
-            self._piece_plan(bucket)
-        return len(decodes) + len(tokens)
+        num_buckets = 0
+        for slots in self._variants():
+            decodes = [bucket for bucket in buckets_of(DECODE_BUCKETS, slots) if bucket <= self._limits.num_rows]
+            tokens = [bucket for bucket in buckets_of(TOKEN_BUCKETS, slots) if bucket <= self._limits.num_tokens]
+            for bucket in reversed(decodes):  # the largest first: the others find its temporary memory free
+                self._decode_plan(bucket, slots)
+            for bucket in reversed(tokens):
+                self._piece_plan(bucket, slots)
+            num_buckets += len(decodes) + len(tokens)
+        return num_buckets
 
     def run(self, x: Tensor | None, batch: ForwardBatch) -> Tensor:
         memory = self._fit(batch)
         self._set_last_tokens(batch.last_tokens)
-        metadata = HostMetadata.of(batch, self._lowered.split_rules, self._lowered.queries_per_tile)
+        lowered = self._lowered
+        metadata = HostMetadata.of(batch, lowered.split_rules, lowered.queries_per_tile, lowered.num_adapter_slots)
         frame, segments = self._choose(batch, metadata)
         memory.metadata.upload(metadata, frame.metadata.sizes)
         frame.num_tokens = batch.num_tokens
@@ -276,34 +291,40 @@ class CudaProgram(Program):
 
     def _choose(self, batch: ForwardBatch, metadata: HostMetadata) -> tuple[Frame, Sequence[Segment]]:
         """Return the tensors for a batch, and the segments to run on them."""
-        num_tokens, num_rows = batch.num_tokens, len(batch.seq_lens)
+        num_tokens, num_rows, slots = batch.num_tokens, len(batch.seq_lens), metadata.num_adapter_slots
         if num_tokens == 0:
             calls = [launch for launch in self._lowered.launches if launch.kind is LaunchKind.HOST]
             return self._frame(metadata.sizes(0)), [launch.run for launch in calls]
         if self._captures and batch.num_decodes == num_rows == num_tokens:
-            bucket = bucket_of(num_rows, DECODE_BUCKETS)
+            bucket = bucket_of(num_rows, buckets_of(DECODE_BUCKETS, slots))
             if bucket is not None and bucket <= self._limits.num_rows:
-                return self._decode_plan(bucket)
+                return self._decode_plan(bucket, slots)
         if self._captures:
-            bucket = bucket_of(num_tokens, TOKEN_BUCKETS)
+            bucket = bucket_of(num_tokens, buckets_of(TOKEN_BUCKETS, slots))
             if bucket is not None and bucket <= self._limits.num_tokens:
-                _, segments = self._piece_plan(bucket)
+                _, segments = self._piece_plan(bucket, slots)
                 return self._frame(metadata.sizes(bucket)), segments
         return self._frame(metadata.sizes(num_tokens)), [launch.run for launch in self._lowered.launches]
 
-    def _decode_plan(self, num_rows: int) -> tuple[Frame, list[Segment]]:
-        if num_rows not in self._decode_plans:
-            frame = self._frame(self._plan(self._limits).decode_sizes(num_rows))
-            self._decode_plans[num_rows] = frame, list(self._captured(frame, DECODE_CUTS))
-        return self._decode_plans[num_rows]
+    def _decode_plan(self, num_rows: int, num_adapter_slots: int) -> tuple[Frame, list[Segment]]:
+        key = num_rows, num_adapter_slots
+        if key not in self._decode_plans:
+            frame = self._frame(self._plan(self._limits).decode_sizes(*key))
+            self._decode_plans[key] = frame, list(self._captured(frame, DECODE_CUTS))
+        return self._decode_plans[key]
 
-    def _piece_plan(self, num_tokens: int) -> tuple[Frame, list[Segment]]:
+    def _piece_plan(self, num_tokens: int, num_adapter_slots: int) -> tuple[Frame, list[Segment]]:
         """Return graphs for batches of any rows: they read the metadata of tokens alone, whose places are the same."""
-        if num_tokens not in self._piece_plans:
-            no_rows = MetadataSizes(num_tokens, 0, 0, 0, 0, tuple(0 for _ in self._lowered.split_rules))
-            frame = self._frame(no_rows)
-            self._piece_plans[num_tokens] = frame, list(self._captured(frame, PIECE_CUTS))
-        return self._piece_plans[num_tokens]
+        key = num_tokens, num_adapter_slots
+        if key not in self._piece_plans:
+            no_splits = tuple(0 for _ in self._lowered.split_rules)
+            frame = self._frame(MetadataSizes(num_tokens, 0, 0, 0, 0, no_splits, num_adapter_slots))
+            self._piece_plans[key] = frame, list(self._captured(frame, PIECE_CUTS))
+        return self._piece_plans[key]
+
+    def _variants(self) -> Sequence[int]:
+        """Return the numbers of adapter slots for which there are graphs."""
+        return [0, self._lowered.num_adapter_slots] if self._lowered.num_adapter_slots else [0]
 
     def _captured(self, frame: Frame, cuts: frozenset[LaunchKind]) -> Iterator[Segment]:
         """Yield the segments of the pass on `frame`: runs of captured launches, and single launches at the cuts."""
