@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from gpu_adapter_cases import CASES as ADAPTER_CASES
 from gpu_attention_cases import CASES as ATTENTION_CASES
 from gpu_case import KernelCase, KernelRun, relative_error
 from gpu_expert_cases import CASES as EXPERT_CASES
@@ -13,7 +14,7 @@ from gpu_limits import DeviceLimits
 from gpu_row_cases import CASES as ROW_CASES
 from gpu_timing import time_calls
 
-CASES: list[KernelCase] = [*ATTENTION_CASES, *EXPERT_CASES, *ROW_CASES]
+CASES: list[KernelCase] = [*ATTENTION_CASES, *EXPERT_CASES, *ROW_CASES, *ADAPTER_CASES]
 
 CACHED_BYTES = 50 << 20
 """Second-level cache of an H200. Copies of a kernel's memory that take twice that are used in turn."""

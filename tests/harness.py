@@ -26,7 +26,7 @@ from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 START_SECONDS = 120.0
 CLIENT = ClientId("test", 0)
-REQUEST_FIELDS = ("priority", "cache_salt", "output_token_ids", "prompt_logprobs_from", "is_suspect")
+REQUEST_FIELDS = ("priority", "cache_salt", "output_token_ids", "prompt_logprobs_from", "is_suspect", "adapter")
 
 
 @dataclass

@@ -28,5 +28,3 @@ def check_lora(config: Config) -> None:
         raise ConfigError(
             f"option `lora_modules`: {len(modules)} adapters are more than `max_loras` allows: set it to {len(modules)}"
         )
-    if lora.enable_lora and config.execution.device == "cuda":
-        raise ConfigError("option `enable_lora`: adapters need a CPU for now; leave it out, or set `device` to cpu")

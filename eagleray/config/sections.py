@@ -106,7 +106,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Low-rank adapters (LoRA) that are served beside the model."""
 
     enable_lora: Annotated[
-        bool, Meta(description="Serve adapters in PEFT's format, which requests choose by name (on CPUs).")
+        bool, Meta(description="Serve adapters in PEFT's format, which requests choose by name.")
     ] = False
     max_loras: Annotated[
         int,

@@ -309,10 +309,6 @@ class KernelBackend(Protocol):
         """Return the shape of a block in a layer's cache of latents, `size` features for each token."""
         ...
 
-    def serves_adapters(self, device: torch.device) -> bool:
-        """Whether products on this device can have adapters, see `adapt`."""
-        ...
-
     def serves_fp8_cache(self, device: torch.device) -> bool:
         """Whether the attention takes caches of float8_e4m3fn, also of latents, on this device."""
         ...

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eagleray.kernels.adapters import AdapterSite, AdapterTable
+from eagleray.kernels.adapters import AdapterSite
 from eagleray.kernels.backend import (
     SINGLE_RANK,
     Attend,
@@ -250,12 +250,6 @@ class RecordingBackend(KernelBackend):
         tp: TensorParallelGroup = SINGLE_RANK,
     ) -> Forward:
         return RecordedForward(self, compute, rope=rope, device=device, tp=tp)
-
-    def serves_adapters(self, device: torch.device) -> bool:
-        return False
-
-    def adapter_site(self, table: AdapterTable, in_features: int, out_features: Sequence[int]) -> AdapterSite:
-        raise NotImplementedError("products of this backend cannot have adapters")
 
     def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from eagleray.errors import ConfigError
 from eagleray.kernels.adapters import AdapterSite, AdapterTable, LowRankFactors
@@ -26,7 +27,7 @@ class ModelAdapters:
     """The slots for adapters in a model's part. `groups` are its weights on this rank, whose operations are replaced by
     ones with adapters; `declared` are those of the whole model.
 
-    Raises `ConfigError` if this model cannot have adapters on this device.
+    Raises `ConfigError` if this model cannot have adapters.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class ModelAdapters:
         max_rank: int,
         has_sequence_shards: bool,
     ) -> None:
-        _check(part, kernels, has_sequence_shards)
+        _check(part, has_sequence_shards)
         self._params = {param.name.removesuffix(SUFFIX): param for group in declared for param in group.adaptable}
         self._max_rank = max_rank
         self._table = AdapterTable(num_slots, max_rank, part.dtype, part.device)
@@ -57,7 +58,11 @@ class ModelAdapters:
     @property
     def num_bytes(self) -> int:
         """Memory that all slots take when they are full."""
-        return sum(memory.nbytes for site in self._sites() for memory in site.storage())
+        return sum(memory.nbytes for memory in self.storage())
+
+    def storage(self) -> list[Tensor]:
+        """Return the memory of the factors in all slots."""
+        return [memory for site in self._sites() for memory in site.storage()]
 
     def begin_pass(self, groups: AdapterGroups | None) -> None:
         """Set the tokens of the next pass that have adapters."""
@@ -85,10 +90,8 @@ class ModelAdapters:
         return iter(dict.fromkeys(site for site, _, _ in self._places.values()))
 
 
-def _check(part: ModelPart, kernels: KernelBackend, has_sequence_shards: bool) -> None:
+def _check(part: ModelPart, has_sequence_shards: bool) -> None:
     """Raise `ConfigError` if the model cannot have adapters."""
-    if not kernels.serves_adapters(part.device):
-        raise ConfigError(f"option `enable_lora`: adapters need a CPU for now, not {part.device.type}")
     if part.spec.mla is not None:
         raise ConfigError(
             f"option `enable_lora`: {part.spec.architecture} has latent attention, for which there are no adapters yet"

@@ -34,22 +34,33 @@ MIN_RETURNED_BYTES = 64 * 2**20
 
 
 def gpu_cache_bytes(
-    *, free: int, total: int, utilization: float, reserved: int, num_tokens: int, num_weight_bytes: int
+    *,
+    free: int,
+    total: int,
+    utilization: float,
+    reserved: int,
+    num_tokens: int,
+    num_weight_bytes: int,
+    num_adapter_bytes: int = 0,
 ) -> int:
     """Return the bytes that the cache may take of a GPU, after the largest steps have run.
 
     `free` of `total` bytes are free now, the engine may use the part `utilization` of all, and `reserved` bytes are
-    kept for what comes later. Raises `ConfigError` if nothing is left; its message names `num_weight_bytes` and
-    `num_tokens`, those of the largest step.
+    kept for what comes later. Raises `ConfigError` if nothing is left; its message names `num_weight_bytes`, of which
+    `num_adapter_bytes` are slots for adapters, and `num_tokens`, those of the largest step.
     """
     in_use = total - free
     available = int(total * utilization) - in_use - reserved
     if available <= 0:
+        slots, advice = "", ""
+        if num_adapter_bytes:
+            slots = f", with slots for adapters of {_gib(num_adapter_bytes)}"
+            advice = "`max_loras`, `max_lora_rank`, "
         raise ConfigError(
             f"the model leaves no memory for the cache: the GPU has {_gib(total)}, of which {_gib(free)} are free once "
-            f"the weights ({_gib(num_weight_bytes)}) are loaded and steps of {num_tokens} tokens have run, and "
+            f"the weights ({_gib(num_weight_bytes)}{slots}) are loaded and steps of {num_tokens} tokens have run, and "
             f"{_gib(reserved)} are kept; raise `gpu_memory_utilization` (now {utilization:g}), lower "
-            "`max_num_batched_tokens` or `max_num_seqs`, or divide the model (`tensor_parallel_size`)"
+            f"{advice}`max_num_batched_tokens` or `max_num_seqs`, or divide the model (`tensor_parallel_size`)"
         )
     return available
 

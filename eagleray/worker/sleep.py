@@ -5,7 +5,9 @@ Owned by the serving worker, which takes no steps meanwhile. All ranks of an eng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,15 +42,16 @@ class SleepableMemory:
     @torch.inference_mode()
     def sleep(self, tags: Collection[SleepTag], level: int) -> int:
         """Return the memory of these parts to the system, and return the number of bytes. Their contents are lost, and
-        are zeros when they are awake again, except for weights at level 1. Parts that are asleep may go deeper."""
+        are zeros when they are awake again, except for weights at level 1 and adapters, which sleep with the weights.
+        Parts that are asleep may go deeper."""
         if not MEMORY_TAGS.intersection(tags):
             return 0
         self._model.close()  # graphs hold the addresses of the weights and of the cache
         num_bytes = 0
         if "weights" in tags:
-            num_bytes += self._memory_of("weights", self._model.storage).release(keeps=level <= KEEPING_LEVEL)
+            num_bytes += self._memory_of("weights").release(keeps=level <= KEEPING_LEVEL)
         if "kv_cache" in tags:
-            num_bytes += self._memory_of("kv_cache", lambda: self._cache.layers).release(keeps=False)
+            num_bytes += self._memory_of("kv_cache").release(keeps=False)
         self._return_freed()
         return num_bytes
 
@@ -99,9 +102,30 @@ class SleepableMemory:
             torch.cuda.empty_cache()
         malloc_trim()
 
-    def _memory_of(self, tag: SleepTag, tensors: Callable[[], list[Tensor]]) -> ReleasableMemory:
+    def _memory_of(self, tag: Literal["weights", "kv_cache"]) -> ReleasableMemory:
         """Return the memory of a part, which counts as asleep from now on."""
         if tag not in self._asleep:
-            self._asleep[tag] = releasable_memory(tensors(), self._model.device)
+            model = self._model
+            tensors = model.storage() if tag == "weights" else self._cache.layers
+            memory = releasable_memory(tensors, model.device)
+            if tag == "weights" and model.adapters is not None:
+                memory = WeightsAndAdapters(memory, releasable_memory(model.adapters.storage(), model.device))
+            self._asleep[tag] = memory
             self.is_awake = False
         return self._asleep[tag]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsAndAdapters(ReleasableMemory):
+    """The memory of weights, and that of adapters, whose contents are always kept: no update brings them back."""
+
+    weights: ReleasableMemory
+    adapters: ReleasableMemory
+
+    def release(self, *, keeps: bool) -> int:
+        return self.weights.release(keeps=keeps) + self.adapters.release(keeps=True)
+
+    def restore(self) -> None:
+        """See `ReleasableMemory`. If there is too little for the adapters, the weights have been restored."""
+        self.weights.restore()
+        self.adapters.restore()

@@ -203,6 +203,7 @@ class LoadedWorker:
             reserved=GRAPH_BYTES + (EXPERT_GROUP_BYTES if self.groups.experts.spans_engines else 0),
             num_tokens=limits.num_tokens,
             num_weight_bytes=num_weight_bytes,
+            num_adapter_bytes=0 if model.adapters is None else model.adapters.num_bytes,
         )
 
     def limits(self, max_num_batched_tokens: int) -> PassLimits:
@@ -269,7 +270,12 @@ class LoadedWorker:
             )
         lora = self.setup.config.lora
         if lora.enable_lora:
-            model.enable_adapters(num_slots=lora.num_slots, max_rank=lora.max_lora_rank)
+            try:
+                model.enable_adapters(num_slots=lora.num_slots, max_rank=lora.max_lora_rank)
+            except torch.OutOfMemoryError as error:
+                what = f"{lora.num_slots} slots for adapters of rank {lora.max_lora_rank}"
+                advice = "lower `max_loras` or `max_lora_rank`, or divide the model (`tensor_parallel_size`)"
+                raise out_of_memory(what, advice, self.device) from error
         logger.info(
             "loaded %s, %.1f M parameters in %s, on %s with %d threads",
             model.spec.architecture,

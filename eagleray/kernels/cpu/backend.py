@@ -99,9 +99,6 @@ class CpuBackend(RecordingBackend):
     def ranking(self) -> Ranking:
         return NativeRanking(self.library, num_threads=self.num_threads)
 
-    def serves_adapters(self, device: torch.device) -> bool:
-        return True
-
     def adapter_site(self, table: AdapterTable, in_features: int, out_features: Sequence[int]) -> NativeAdapterSite:
         return NativeAdapterSite(table, in_features, out_features)
 

@@ -146,9 +146,6 @@ class TorchBackend(KernelBackend):
     def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def serves_adapters(self, device: torch.device) -> bool:
-        return device.type == "cpu"
-
     def adapter_site(self, table: AdapterTable, in_features: int, out_features: Sequence[int]) -> TorchAdapterSite:
         return TorchAdapterSite(table, in_features, out_features)
 

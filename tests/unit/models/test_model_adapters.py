@@ -15,6 +15,7 @@ from ranks import run_ranks, topology
 from safetensors.torch import load_file, save_file
 
 from eagleray.errors import CheckpointError, ConfigError, NotFound
+from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.models.base import Model
 
@@ -90,6 +91,21 @@ def test_logits_of_a_mixed_batch_equal_peft(llama, adapters):
         expected = adapted_logits(llama, adapters[slot], prompt)
         torch.testing.assert_close(logits[str(i)], expected, atol=TOLERANCE, rtol=TOLERANCE)
         assert (base[str(i)] - expected).abs().max() > 0.1, "the adapter must make a difference"
+
+
+def test_logits_by_interpreted_kernels_of_gpus_equal_peft(llama, adapters, monkeypatch):
+    monkeypatch.setattr("eagleray.models.registry.choose_backend", lambda device, model, *_: CudaBackend(model.dtype))
+    run = PagedRun(with_adapters(load(llama), *adapters))
+    slots, prompts = [0, -1, 3, 1], [prompt[:5] for prompt in prompts_of(4)]
+    for i, (slot, prompt) in enumerate(zip(slots, prompts, strict=True)):
+        run.add(str(i), prompt, adapter=slot)
+    names = [str(i) for i in range(len(slots))]
+    parts = [run.step(dict.fromkeys(names, count)) for count in (4, 1)]
+    for i, slot in enumerate(slots):
+        if slot >= 0:
+            found = torch.cat([part[str(i)] for part in parts])
+            expected = adapted_logits(llama, adapters[slot], prompts[i])
+            torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,12 @@ def test_gpu_cache_without_memory_is_an_error_with_numbers_and_options():
         assert option in str(error.value)
 
 
+def test_gpu_cache_without_memory_names_the_slots_for_adapters():
+    message = r"60\.0 GiB, with slots for adapters of 4\.0 GiB\) .* lower `max_loras`, `max_lora_rank`, `max_num_b"
+    with pytest.raises(ConfigError, match=message):
+        gpu_cache_bytes(free=9 * GIB, num_adapter_bytes=4 * GIB, **SIZES)
+
+
 def test_host_cache_takes_half_of_what_a_workers_steps_leave():
     assert host_cache_bytes(free=10 * GIB, step_bytes=GIB, num_workers=2) == 2 * GIB
 

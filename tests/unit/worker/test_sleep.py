@@ -19,6 +19,7 @@ from torch import Tensor
 from eagleray.config.build import build_config
 from eagleray.errors import ConfigError
 from eagleray.identity import EngineId, WorkerId
+from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.memory_release import ReleasableStorages, resident_bytes
@@ -213,6 +214,28 @@ def test_sleep_of_storages_frees_passes_first_and_restores_them(
     assert num_bytes > sum(layer.nbytes for layer in running.cache.layers)
     running.memory.wake_up(("weights", "kv_cache"))
     assert torch.equal(running.logits(), expected)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_of_weights_frees_adapters_and_keeps_their_contents(
+    level: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of a GPU, with storages on a CPU."""
+    monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: CudaBackend(torch.float32))
+    monkeypatch.setattr(sleep_module, "releasable_memory", lambda tensors, device: ReleasableStorages(tensors))
+    running = Running(load(checkpoint, 1))
+    running.model.enable_adapters(num_slots=2, max_rank=4)
+    assert running.model.adapters is not None
+    weights, factors = running.model.storage(), running.model.adapters.storage()
+    for index, part in enumerate(factors):
+        part.fill_(index + 1)
+    num_bytes = running.memory.sleep(("weights",), level)
+    assert num_bytes >= running.model.adapters.num_bytes + sum(part.nbytes for part in weights) // 2
+    assert all(part.untyped_storage().nbytes() == 0 for part in (*weights, *factors))
+    monkeypatch.setattr(running.model, "warm_up", lambda *_: None)
+    running.memory.wake_up(("weights",))
+    assert all((part == index + 1).all() for index, part in enumerate(factors))
+    assert any(part.any() for part in weights) == (level == 1)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
