@@ -34,7 +34,8 @@ class EngineArgs:
 
     def config(self) -> Config:
         """Check the values and build the configuration. Raises `ConfigError` or `CheckpointError`."""
-        options = {name: value for name, value in vars(self).items() if value != _defaults().get(name)}
+        defaults = _defaults()
+        options = {name: value for name, value in vars(self).items() if value != defaults.get(name)}
         options["placement_group"] = _placement_group_id(options.get("placement_group"))
         config = build_config(**options)
         checkpoint_dir(config.model)

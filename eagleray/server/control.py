@@ -144,7 +144,7 @@ def control_endpoint(
         request_body=parameters,
         takes_query=True,
         response=response,
-        error_statuses=(400, 404, 409, 413, 500, 503, 504) if method == "post" else (503, 504),
+        error_statuses=(400, 404, 409, 413, 500, 503, 504) if method == "post" else (400, 503, 504),
     )
     operations = {method: operation}
     return Endpoint(path, is_control=True, **operations)  # type: ignore[arg-type]  # none is `is_open`
