@@ -22,15 +22,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import time
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -39,16 +36,15 @@ from pathlib import Path
 
 import chaos_hosts
 import chaos_ray
-from chaos_faults import Fault, FaultInjector
+from chaos_faults import FaultInjector
 from chaos_hosts import Cluster
 from chaos_leaks import Leaks
 from chaos_load import ChaosOutcome, ChaosRequest, find_differences, make_requests, run_load
+from chaos_report import SHOWN, ChaosReport, show_report, wait_percentiles
 from chaos_server import CONTROL_STORE, RAYLET, ChaosFailed, Server, Target, exit_on_sigterm
 from chaos_steering import Steering
-from chaos_trainer import TRAINER_TIMEOUT_SECONDS, Trainer, TrainerReport
+from chaos_trainer import TRAINER_TIMEOUT_SECONDS, Trainer
 from chaos_weights import Labels, find_wrong_versions, make_variants
-
-from eagleray_bench.figures import summarize
 
 START_SECONDS = 25
 """Time that an engine has to start: one that is stopped before its first message is missed after it."""
@@ -56,7 +52,6 @@ START_SECONDS = 25
 ALL_ENGINES_SECONDS = 150.0
 """Time within which every engine answers again after the last fault."""
 
-SHOWN = 10
 LAST_REQUESTS = 20
 """Requests that are sent after the last weight update."""
 
@@ -76,37 +71,8 @@ VICTIMS = {
 
 USUAL_VICTIMS = ["engine", "api-server", "worker", "driver", "host"]
 
-HIT_FACTOR, HIT_SECONDS = 5.0, 0.02
-"""A stream counts as hit by a fault if its pause around it is this many times the usual one, at least this long, and
-mostly after the fault: a stream that had paused before was waiting for something else."""
-
 MANY = "1000000"
 """Restart budgets are for processes that fail by themselves; here they are killed."""
-
-
-@dataclass
-class ChaosReport:
-    requests: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    blows: dict[str, int] = field(default_factory=dict)
-    restarts: int = 0
-    control_calls: dict[str, int] = field(default_factory=dict)
-    resent: int = 0
-    """Number of times that a request was sent again because its own API server exited."""
-    failures: list[str] = field(default_factory=list)
-    mismatches: list[str] = field(default_factory=list)
-    next_token: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Milliseconds from a fault of an engine or its host to the next token of a stream that it served."""
-    leaks: dict[str, list[str]] = field(default_factory=dict)
-    trouble: list[str] = field(default_factory=list)
-    """Other violations."""
-    trainer: TrainerReport | None = None
-    answers_of_several_versions: int = 0
-
-    @property
-    def is_good(self) -> bool:
-        return not (self.failures or self.mismatches or self.trouble or any(self.leaks.values()))
 
 
 def main() -> int:
@@ -128,7 +94,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory, ExitStack() as stack:
         root = Path(directory)
         report = _run_chaos(options, root, stack)
-    print(json.dumps(asdict(report) | {"ok": report.is_good}) if options.json else _show(report))
+    print(json.dumps(asdict(report) | {"ok": report.is_good}) if options.json else show_report(report))
     return 0 if report.is_good else 1
 
 
@@ -228,7 +194,7 @@ def _load(options: argparse.Namespace, server: Server, surroundings: Surrounding
     report.tokens = sum(outcome.answer.num_tokens for outcome in got if outcome.answer is not None)
     ends = [fault for fault in injector.faults if fault.ends_engine]
     for label in sorted({fault.label for fault in ends}):
-        report.next_token[label] = _percentiles(got, [fault for fault in ends if fault.label == label])
+        report.next_token[label] = wait_percentiles(got, [fault for fault in ends if fault.label == label])
     if surroundings.hosts is not None:
         report.trouble += surroundings.hosts.trouble
     server.check()
@@ -356,40 +322,6 @@ def _failures(outcomes: Sequence[ChaosOutcome]) -> list[str]:
     ]
 
 
-def _percentiles(outcomes: Sequence[ChaosOutcome], faults: Sequence[Fault]) -> dict[str, float]:
-    """Return percentiles of the milliseconds from these faults to the next tokens of the streams that they hit."""
-    waits = [
-        wait
-        for outcome in outcomes
-        if outcome.answer is not None
-        for choice in outcome.answer.choices.values()
-        for fault in faults
-        if (wait := _wait(choice.arrivals, fault.when)) is not None
-    ]
-    if (found := summarize(waits, scale=1000)) is None:
-        return {"streams": 0}
-    return {
-        "streams": found.count,
-        "p50": round(found.p50, 1),
-        "p99": round(found.p99, 1),
-        "max": round(found.highest, 1),
-    }
-
-
-def _wait(arrivals: Sequence[float], when: float) -> float | None:
-    """Return the seconds that a stream waited for its next token at that time; None if it was not running or not hit.
-
-    Clients do not see which engine serves a stream: one that continued as usual was served by another engine.
-    """
-    after = bisect_right(arrivals, when)
-    if not 0 < after < len(arrivals):
-        return None
-    usual = statistics.median(b - a for a, b in itertools.pairwise(arrivals))
-    pause = arrivals[after] - arrivals[after - 1]
-    wait = arrivals[after] - when
-    return wait if pause > max(HIT_FACTOR * usual, HIT_SECONDS) and wait > pause / 2 else None
-
-
 def _restarts(members: Sequence[Target]) -> int:
     newest = {m.place: m.incarnation for m in sorted(members, key=lambda m: m.incarnation)}
     return sum(newest[m] for m in newest if "/" not in m)
@@ -417,42 +349,6 @@ def _arguments(options: argparse.Namespace, root: Path) -> list[str]:
     if options.weight_updates:
         arguments += ["--weight-update-timeout", str(TRAINER_TIMEOUT_SECONDS)]
     return arguments + [str(word) for pair in given.items() for word in pair]
-
-
-def _show(report: ChaosReport) -> str:
-    lines = [
-        f"requests                {report.requests} ({report.tokens} tokens in {report.seconds} s)",
-        f"blows                   {_counts(report.blows)}",
-        f"restarts                {report.restarts}",
-        f"control calls           {_counts(report.control_calls)}",
-        f"sent again by clients   {report.resent}, whose own API server had died",
-        f"failures                {len(report.failures)}",
-        f"mismatches              {len(report.mismatches)}",
-        *([] if report.trainer is None else _show_trainer(report, report.trainer)),
-        *(f"next token after {label}, ms: {_pairs(values)}" for label, values in report.next_token.items()),
-        *(f"left behind: {what:<19}{len(left)} {', '.join(left)}" for what, left in report.leaks.items()),
-    ]
-    for title, found in (("failure", report.failures), ("mismatch", report.mismatches), ("trouble", report.trouble)):
-        lines += [f"{title}: {what}" for what in found[:SHOWN]]
-    return "\n".join([*lines, "good" if report.is_good else "NOT GOOD"])
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} x {what}" for what, count in sorted(counts.items())) or "none"
-
-
-def _show_trainer(report: ChaosReport, trainer: TrainerReport) -> list[str]:
-    return [
-        f"weight updates          {trainer.committed} committed in {trainer.attempts} attempts, {trainer.paused} in a "
-        f"pause, {trainer.left_open} left open",
-        f"longest call            {trainer.longest_call:g} s ({trainer.longest_call_name})",
-        f"of several versions     {report.answers_of_several_versions} answers",
-        *(f"failed call: {cause:<42} {number}" for cause, number in trainer.causes.items()),
-    ]
-
-
-def _pairs(values: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
 def _parser() -> argparse.ArgumentParser:
