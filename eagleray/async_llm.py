@@ -118,7 +118,7 @@ class AsyncLLM:
         except BaseException:
             self._thread.call_soon(self._drop, sent)  # the caller was cancelled, perhaps before the request is sent
             raise
-        outputs = OutputReader(stream, params.output_kind, self._thread).__aiter__()
+        outputs = OutputReader(stream, params.output_kind, self._thread).outputs()
         try:
             async for output in outputs:
                 yield output

@@ -31,7 +31,7 @@ class OutputReader:
         self._waiting: asyncio.Future[RequestOutput] | None = None
         """Future of the reader that waits for the next output. Used in the instance's loop."""
 
-    async def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until the last one, which is `finished`. The request is aborted if the iteration ends early.
 
         Raises as the iteration of a `RequestStream`, and `Unavailable` if the instance is closed meanwhile.
