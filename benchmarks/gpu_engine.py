@@ -21,7 +21,7 @@ from eagleray.executor.in_process import InProcessGroup
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
-from eagleray.messages.steps import Call, NewRow, Reply, StepPlan, StepResult
+from eagleray.messages.steps import AdapterWritten, Call, NewRow, Reply, StepPlan, StepResult, WriteAdapter
 
 BLOCK = 16
 START_SECONDS = 300.0
@@ -112,6 +112,15 @@ class BenchmarkEngine:
         empty: dict[str, Any] = {"freed_rows": [], "new_rows": [], "new_blocks": []}
         return self.executor.step(StepPlan(step=self.num_steps, **empty | fields))
 
+    def load_adapter(self, path: Path, num_slots: int) -> None:
+        """Put an adapter into each of the first slots."""
+        for slot in range(num_slots):
+            (reply,) = self.executor.call(
+                WriteAdapter(slot=slot, path=str(path)), AdapterWritten, timeout=START_SECONDS
+            )
+            if reply.failure is not None:
+                raise RuntimeError(f"slot {slot} was not filled: {reply.failure.message}")
+
     def generate(self, *, num_requests: int, num_prompt: int, num_output: int, deadline: float) -> float:
         """Return the seconds in which the scheduler runs requests side by side. Raises `TimeoutError` when the
         monotonic clock passes `deadline`."""
@@ -151,6 +160,8 @@ class SteadyDecodes:
     sampling: Sampling = GREEDY
     is_traced: bool = False
     """Whether the routed experts of all rows are reported."""
+    num_adapters: int = 0
+    """Number of adapters that the rows have in turn."""
     host_seconds: list[float] = field(default_factory=list)
     """Seconds of the host for the beginning of each step."""
     last_result: StepResult | None = None
@@ -173,6 +184,7 @@ class SteadyDecodes:
                 num_computed_tokens=self.context - 1,
                 block_ids=list(range(row * blocks, (row + 1) * blocks)),
                 sampling=self.sampling,
+                adapter_slot=row % self.num_adapters if self.num_adapters else -1,
             )
             for row in range(self.num_rows)
         ]

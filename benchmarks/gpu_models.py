@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_adapters import write_adapter
 from gpu_engine import BenchmarkEngine, SteadyDecodes, busy_seconds, time_prompt
 from gpu_floors import DeviceRates, RowWork, WeightBytes, decode_rows, step_work, throughput_seconds
 from gpu_limits import DeviceLimits
@@ -30,6 +31,8 @@ from eagleray.models.spec import ModelSpec
 
 HOST_GAP_SECONDS = 5e-6
 """Time without a kernel that counts as idleness. Between the kernels of a graph it is about one microsecond."""
+
+NUM_ADAPTERS, ADAPTER_RANK = 8, 16
 
 BY_KEY = {target.key: target for target in TARGETS}
 
@@ -225,6 +228,7 @@ def measure_gpt_oss(run: ModelRun, section: Section) -> None:
 def measure_small(run: ModelRun, section: Section) -> None:
     shape = "qwen3-0.6b"
     spec = run.spec(shape)
+    plain: dict[int, float] = {}
     with run.engine(section, shape, ["0.6b-1"]) as engine:
         if engine is not None:
 
@@ -233,6 +237,14 @@ def measure_small(run: ModelRun, section: Section) -> None:
                 return figures["ms"], f"floor {figures['floor_ms']:.2f} ms"
 
             run.judge(section, "0.6b-1", milliseconds)
+            plain = _seconds_by_adapters(run, engine, [0])
+    options = {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": ADAPTER_RANK}
+    with run.engine(section, shape, ["lora-unused", "lora"], **options) as engine:
+        if engine is not None:
+            engine.load_adapter(write_adapter(run.directory / "adapter", spec, ADAPTER_RANK), NUM_ADAPTERS)
+            adapted = _seconds_by_adapters(run, engine, [0, NUM_ADAPTERS])
+            run.judge(section, "lora-unused", lambda: _ratio(plain[0], adapted[0]))
+            run.judge(section, "lora", lambda: _ratio(adapted[0], adapted[NUM_ADAPTERS]))
 
 
 def _share(
@@ -308,6 +320,22 @@ def _routed(run: ModelRun, engine: BenchmarkEngine) -> tuple[float, str]:
         seconds[is_traced].append(decodes.run(run.sizes.num_steps))
     off, on = (statistics.median(seconds[is_traced]) for is_traced in (False, True))
     return off / on, f"{off * 1e3:.2f} ms a step without, {on * 1e3:.2f} ms with"
+
+
+def _seconds_by_adapters(run: ModelRun, engine: BenchmarkEngine, numbers: list[int]) -> dict[int, float]:
+    """Return the seconds of a step of 32 rows by the number of adapters that they have, measured in turn."""
+    seconds: dict[int, list[float]] = {number: [] for number in numbers}
+    for number in numbers * run.sizes.rounds:
+        rows, sizes = run.sizes.rows(32), run.sizes
+        decodes = SteadyDecodes(engine, rows, sizes.context, sizes.max_steps, num_adapters=number)
+        decodes.start()
+        decodes.run(sizes.num_steps // 2)
+        seconds[number].append(decodes.run(sizes.num_steps))
+    return {number: statistics.median(measured) for number, measured in seconds.items()}
+
+
+def _ratio(before: float, after: float) -> tuple[float, str]:
+    return before / after, f"{before * 1e3:.2f} ms a step before, {after * 1e3:.2f} ms after"
 
 
 def _judged(target: GpuTarget, value: float) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from gpu_engine import BenchmarkEngine, SteadyDecodes, sum_of_spans, time_prompt
 from gpu_kernels import CASES, measure_kernel
 from gpu_limits import DeviceLimits, measure_limits
 from gpu_machine import describe_machine, gpu_test_files, read_test_report
-from gpu_models import ModelRun, RunSizes, count_used_experts, measure_30b
+from gpu_models import ModelRun, RunSizes, count_used_experts, measure_30b, measure_small
 from gpu_record import GpuRecord, Section
 from gpu_shapes import write_config
 from gpu_tables import LIMITS as LIMIT_NAMES
@@ -113,6 +113,13 @@ def test_measure_30b_fills_its_rows_and_counts_experts(tmp_path):
     steps = [figure for figure in record.steps if "used_experts" in figure]
     assert steps[0]["used_experts"] == 3
     assert 3 <= steps[1]["used_experts"] <= 8
+
+
+def test_measure_small_fills_its_rows_with_adapters(tmp_path):
+    record = GpuRecord()
+    measure_small(ModelRun(record, LIMITS, CPU, tmp_path, RunSizes(is_small=True)), Section("0.6b", 60))
+    assert [figure.get("failure") for figure in record.targets] == [None] * 3
+    assert [figure["key"] for figure in record.targets] == ["0.6b-1", "lora-unused", "lora"]
 
 
 @pytest.mark.parametrize(
