@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -23,6 +25,19 @@ def pytest_configure(config):
     when a module with kernels is imported."""
     if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Import test modules without garbage collection, and exclude their objects from it afterwards. A full collection
+    visits more than a million objects otherwise: 0.4 s, ten times while modules are imported and then again and again
+    during tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class TakingTurns(LoadScopeScheduling):
