@@ -7,6 +7,10 @@ READY  := $(VENV)/.ready
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON   ?= gpu.json
 
+# Bytecode is kept even if the environment forbids it, as some container images do: tests start hundreds of processes,
+# and each would compile the package again, which is a fifth of the processor time of its start.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak lint clean
 
 serve: $(READY)  ## Serve a model (MODEL=path, ARGS="--port 8000 ..."); without MODEL the embedded one.
