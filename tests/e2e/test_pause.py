@@ -15,7 +15,7 @@ from checkpoints import make_checkpoint
 from fleets import POLL_SECONDS, SECONDS, connect, engines, incarnations, wait_until_whole
 from serving import serve
 
-NUM_REQUESTS = 64
+NUM_REQUESTS = 32
 NUM_TOKENS = 800
 OPTIONS = ("--max-model-len", "2000", "--log-level", "debug", "--num-kv-blocks", "6000")
 FLEET = ("--data-parallel-size", "2", "--api-server-count", "2")
