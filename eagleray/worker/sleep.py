@@ -39,6 +39,11 @@ class SleepableMemory:
         self.is_awake = True
         """Whether the model can compute with the cache."""
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are awake."""
+        return "weights" not in self._asleep
+
     @torch.inference_mode()
     def sleep(self, tags: Collection[SleepTag], level: int) -> int:
         """Return the memory of these parts to the system, and return the number of bytes. Their contents are lost, and

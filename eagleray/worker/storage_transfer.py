@@ -1,7 +1,7 @@
 """Weights in the form in which a model has packed them, sent from a worker to the same rank of another engine.
 
 One thread of the sending worker serves one receiver over TCP, while steps go on: it only reads. The receiver shows a
-key, and gets a header, the bytes, and a last byte that says whether the weights were the same all the time.
+key, and gets a header and the weights in pieces; bytes between them say whether the weights are still the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hmac
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -29,7 +29,8 @@ LENGTH_BYTES = 4
 PIECE_BYTES = 16 * 2**20
 """Bytes that are copied at once between the host and a device."""
 UNCHANGED = b"\x01"
-"""Last byte, if the weights did not change while they were sent."""
+"""Byte before each piece and after the last one, if the weights have not changed so far."""
+CHANGED = b"\x00"
 
 
 class StorageHandle(msgspec.Struct, frozen=True):
@@ -56,6 +57,8 @@ class SharedStorage:
     facts: tuple[object, ...]
     host: str
     """Address of this machine that the workers of other engines can reach."""
+    is_readable: Callable[[], bool] = lambda: True
+    """Whether the memory contains the weights; not while it is released."""
 
     def header(self, number: int) -> StorageHeader:
         tensors = self.tensors()
@@ -67,27 +70,73 @@ class SharedStorage:
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def serve_storage(
-    storage: Sequence[Tensor], header: StorageHeader, *, host: str, timeout: float, is_unchanged: Callable[[], bool]
-) -> bytes:
-    """Serve the weights once, to whoever shows the key within `timeout` seconds. Returns the encoded handle.
-    `is_unchanged` is called at the end, in the thread."""
-    listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    key = secrets.token_bytes(KEY_BYTES)
-    listening.settimeout(timeout)
+class StorageChanged(TransferBroken):
+    """The weights of an offer are not what they were."""
 
-    def serve() -> None:
+
+class StorageOffer:
+    """Serves the weights once, in a thread, to the first that shows the key within `timeout` seconds."""
+
+    def __init__(self, storage: Sequence[Tensor], header: StorageHeader, *, host: str, timeout: float) -> None:
+        self._storage = storage
+        self._header = header
+        self._timeout = timeout
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._lock = threading.Lock()  # held while a device is read
+        self._is_closed = False
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening.settimeout(timeout)
+        self.handle = msgspec.msgpack.encode(StorageHandle(host, listening.getsockname()[1], self._key))
+        """Encoded `StorageHandle`."""
+        self._thread = threading.Thread(target=self._serve, args=(listening,), name="weights-serve", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether weights are being sent, or the receiver is awaited."""
+        return self._thread.is_alive() and not self._is_closed
+
+    def close(self) -> None:
+        """Read no device any longer, and let the receiver discard what it has. To be called before the weights change
+        or their memory is released."""
+        with self._lock:
+            self._is_closed = True
+
+    def _serve(self, listening: socket.socket) -> None:
         with listening:
             try:
                 connection, _ = listening.accept()
                 with connection:
-                    connection.settimeout(timeout)
-                    _send(connection, key, storage, header, is_unchanged)
+                    connection.settimeout(self._timeout)
+                    try:
+                        self._send(connection)
+                    except StorageChanged:
+                        connection.sendall(CHANGED)
+                        raise
             except (OSError, TransferBroken) as error:
                 logger.warning("weights were not sent to another engine: %s", error)
 
-    threading.Thread(target=serve, name="weights-serve", daemon=True).start()
-    return msgspec.msgpack.encode(StorageHandle(host, listening.getsockname()[1], key))
+    def _send(self, connection: socket.socket) -> None:
+        if not hmac.compare_digest(_receive(connection, KEY_BYTES), self._key):
+            raise TransferBroken("another process than the awaited worker connected")
+        encoded = msgspec.msgpack.encode(self._header)
+        connection.sendall(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
+        for part in self._storage:
+            for piece in part.split(PIECE_BYTES):
+                data = self._read(piece)
+                connection.sendall(UNCHANGED)
+                connection.sendall(data)
+        self._check_open()
+        connection.sendall(UNCHANGED)
+
+    def _read(self, piece: Tensor) -> memoryview:
+        with self._lock:
+            self._check_open()
+            return piece.cpu().numpy().data
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StorageChanged("they were changed or put to sleep meanwhile")
 
 
 class StorageFetch:
@@ -139,35 +188,18 @@ class StorageFetch:
         for part in self._storage:
             for piece in part.split(PIECE_BYTES):
                 self._check_open()
+                _check_unchanged(connection)
                 _receive_into(connection, piece)
-        if _receive(connection, 1) != UNCHANGED:
-            raise TransferBroken("the other engine changed its weights while it sent them")
+        _check_unchanged(connection)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise TransferBroken("fetching the weights of another engine was broken off")
 
 
-def _send(
-    connection: socket.socket,
-    key: bytes,
-    storage: Sequence[Tensor],
-    header: StorageHeader,
-    is_unchanged: Callable[[], bool],
-) -> None:
-    if not hmac.compare_digest(_receive(connection, KEY_BYTES), key):
-        raise TransferBroken("another process than the awaited worker connected")
-    encoded = msgspec.msgpack.encode(header)
-    connection.sendall(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
-    for piece in _pieces(storage):
-        connection.sendall(piece)
-    connection.sendall(UNCHANGED if is_unchanged() else b"\x00")
-
-
-def _pieces(storage: Sequence[Tensor]) -> Iterator[memoryview]:
-    for part in storage:
-        for piece in part.split(PIECE_BYTES):
-            yield piece.cpu().numpy().data
+def _check_unchanged(connection: socket.socket) -> None:
+    if _receive(connection, 1) != UNCHANGED:
+        raise TransferBroken("the other engine changed its weights while it sent them")
 
 
 def _receive(connection: socket.socket, length: int) -> bytes:

@@ -46,7 +46,7 @@ from eagleray.weights.receiver import (
     open_receiver,
 )
 from eagleray.worker.staged_update import OpenUpdate, StartStaging, check_fingerprint, check_tensors
-from eagleray.worker.storage_transfer import SharedStorage, StorageFetch, serve_storage
+from eagleray.worker.storage_transfer import SharedStorage, StorageFetch, StorageOffer
 from eagleray.worker.timeouts import TRANSFER_STOP_SECONDS
 
 logger = get_logger(__name__)
@@ -102,6 +102,7 @@ class WeightUpdater:
         self._storage = storage
         self._number: int | None = 0
         """Number of the update whose weights the model has; None if they are a mixture or were dropped."""
+        self._offers: list[StorageOffer] = []
         self._rank = rank
         self._device = device
         self._init_defaults = init_defaults
@@ -139,6 +140,7 @@ class WeightUpdater:
         self._close_receiver()
         self._stop()
         self._drop()
+        self._replace_weights(None)
 
     # The thread.
 
@@ -253,7 +255,7 @@ class WeightUpdater:
 
         directory = call.weight_dir
         if update.is_in_place:
-            self._number = None
+            self._replace_weights(None)
 
         def receive(task: TransferTask) -> None:
             try:
@@ -317,7 +319,7 @@ class WeightUpdater:
         update = self._update
         if update is None or update.number != number or update.is_broken:
             return False
-        self._number = None  # until it is done: another worker may be copying
+        self._replace_weights(None)  # until it is done
         update.staged.apply()
         self._number = number
         self._drop()
@@ -330,24 +332,25 @@ class WeightUpdater:
         try:
             if storage is None or self._number != call.number:
                 raise WrongState(f"this worker has weights of update {self._number}, not of {call.number}")
-            header = storage.header(call.number)
-            handle = serve_storage(
+            if not storage.is_readable():
+                raise WrongState("the weights of this worker are asleep")
+            offer = StorageOffer(
                 storage.tensors(),
-                header,
+                storage.header(call.number),
                 host=storage.host if storage.host != LOOPBACK or call.host is None else call.host,
                 timeout=call.timeout,
-                is_unchanged=lambda: self._number == call.number,
             )
         except Exception as error:
             return StorageServed(failure=Failure.of(error))
-        return StorageServed(handle=handle)
+        self._offers = [*(one for one in self._offers if one.is_open), offer]
+        return StorageServed(handle=offer.handle)
 
     def _fetch(self, call: FetchStorage) -> TransferTask:
         storage = self._storage
         if storage is None:
             raise WrongState("this worker cannot fetch weights")
         self._drop()
-        self._number = None
+        self._replace_weights(None)
         header, tensors = storage.header(call.number), storage.tensors()
 
         fetch = StorageFetch(call.handles[self._rank], tensors, header, timeout=call.timeout)
@@ -359,9 +362,16 @@ class WeightUpdater:
 
         return self._run("weights-fetch", run, is_collective=False, close=fetch.close)
 
-    def on_weights_dropped(self) -> None:
-        """Note that the weights were dropped to sleep."""
-        self._number = None
+    def on_weights_sleep(self, *, are_kept: bool) -> None:
+        """Break off what other engines fetch, before the memory of the weights is released."""
+        self._replace_weights(self._number if are_kept else None)
+
+    def _replace_weights(self, number: int | None) -> None:
+        """Note that the weights change, or their memory, and whose they are from now on."""
+        self._number = number
+        for offer in self._offers:
+            offer.close()
+        self._offers.clear()
 
     def _attempt(self, action: Callable[[], None]) -> Failure | None:
         try:

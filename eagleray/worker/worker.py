@@ -260,7 +260,12 @@ class ServingWorker:
             device=loaded.device,
             init_defaults=config.execution.weight_transfer_config,
             timeout=config.recovery.weight_update_timeout,
-            storage=SharedStorage(model.storage, _layout_facts(loaded), loaded.setup.topology.addresses[loaded.rank]),
+            storage=SharedStorage(
+                model.storage,
+                _layout_facts(loaded),
+                loaded.setup.topology.addresses[loaded.rank],
+                is_readable=lambda: self._memory.has_weights,
+            ),
         )
 
     def begin(self, plan: StepPlan) -> UnfinishedStep | StepBroken:
@@ -328,8 +333,8 @@ class ServingWorker:
     def sleep(self, tags: Collection[SleepTag], level: int) -> int:
         """Return memory to the system, see `SleepableMemory.sleep`. No step must be unfinished."""
         self._prefaulter.close()  # before the cache sleeps, whose pages it would request
-        if "weights" in tags and level > KEEPING_LEVEL:
-            self._weights.on_weights_dropped()
+        if "weights" in tags:
+            self._weights.on_weights_sleep(are_kept=level <= KEEPING_LEVEL)
         return self._memory.sleep(tags, level)
 
     def wake_up(self, tags: Collection[SleepTag]) -> WorkerWoke:

@@ -233,6 +233,16 @@ def test_copy_of_weights_that_change_meanwhile_is_refused(
     assert started.updates.is_torn
 
 
+def test_copy_of_weights_that_were_replaced_under_the_same_number_is_refused(
+    started: StartedModel, updated: StartedModel, pushed_dir: Path
+) -> None:
+    """As by a sleep that drops them and a copy from another engine after it."""
+    handles = offer(updated.updates, 3)
+    assert fetch(updated.updates, FetchWeights(update=3, weight_dir=str(pushed_dir))) == {"update": 3}
+    failure = fetch(started.updates, FetchWeights(update=3, handles=handles))
+    assert isinstance(failure, Failure) and "changed its weights while it sent them" in failure.message
+
+
 def test_copy_with_another_key_is_refused(started: StartedModel, updated: StartedModel) -> None:
     handle = msgspec.msgpack.decode(offer(updated.updates, 3)[0], type=StorageHandle)
     wrong = msgspec.msgpack.encode(msgspec.structs.replace(handle, key=b"x" * len(handle.key)))
