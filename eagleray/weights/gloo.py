@@ -6,16 +6,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
 from eagleray.errors import TransferBroken
-from eagleray.weights.gloo_group import BUCKET_BYTES, GROUP_NAME, GlooGroup, reach_store
+from eagleray.weights.gloo_group import BUCKET_BYTES, GlooGroup, reach_store
 from eagleray.weights.receiver import (
     CheckTensors,
+    GroupInfo,
     NamedTensors,
-    Port,
     Positive,
     ReceiverPosition,
     check_group,
@@ -33,20 +32,13 @@ from eagleray.weights.tensors import (
 )
 
 
-class GlooInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`init_info` of a group that the trainer holds together by a store."""
+class GlooInfo(GroupInfo, frozen=True, kw_only=True):
+    """`init_info` of backend `gloo`."""
 
-    master_address: str
-    master_port: Port
-    world_size: int
-    """Number of ranks, with the trainer."""
-    rank_offset: int = 1
-    """Rank of the first worker of the instance."""
     packed: bool = False
     """Whether tensors come in buckets, as bytes, or each by a broadcast of its own."""
     packed_buffer_size_bytes: Positive = BUCKET_BYTES
     packed_num_buffers: Positive = 2
-    group_name: str = GROUP_NAME
 
 
 class ExpectedBucket(NamedTuple):

@@ -48,6 +48,7 @@ class NcclInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether tensors come in buckets, as bytes, or each by a broadcast of its own."""
     packed_buffer_size_bytes: Positive = 2**30
     packed_num_buffers: Positive = 2
+    """Number of the trainer's buffers. Receiving does not depend on it: each bucket has memory of its own."""
 
 
 def open_receiver(init_info: Mapping[str, Any], position: ReceiverPosition, timeout: float) -> NcclReceiver:

@@ -18,6 +18,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from eagleray.errors import InvalidRequest, TransferBroken
+from eagleray.weights.gloo_group import GROUP_NAME
 from eagleray.weights.tensors import SentTensor
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
@@ -30,6 +31,19 @@ BACKENDS = ("gloo", "nccl", "torch_nccl", "shm", "ipc", "disk")
 GROUPLESS = ("shm", "ipc", "disk")
 """Backends that need no `init_info`."""
 ENTRY_POINTS = "eagleray.weight_transfer"
+
+
+class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of `init_info` for a group of torch.distributed, whose store the trainer has."""
+
+    master_address: str
+    master_port: Port
+    world_size: int
+    """Number of ranks, with the trainer."""
+    rank_offset: int = 1
+    """Rank of the first worker of the instance."""
+    group_name: str = GROUP_NAME
+
 
 NamedTensors = list[tuple[str, Tensor]]
 

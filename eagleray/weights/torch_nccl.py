@@ -10,17 +10,16 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from eagleray.errors import ConfigError, DeadlineExceeded, TransferBroken
-from eagleray.weights.gloo_group import GROUP_NAME, group_store, reach_store
+from eagleray.weights.gloo_group import group_store, reach_store
 from eagleray.weights.nccl import NcclInfo, NcclReceiver, check_id
 from eagleray.weights.receiver import (
     CheckTensors,
+    GroupInfo,
     NamedTensors,
-    Port,
     ReceiverPosition,
     check_group,
     check_rank,
@@ -31,23 +30,11 @@ FIRST_COMMUNICATOR = "0"
 """Key of the id of a group's first communicator."""
 
 
-class TorchGroupInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`init_info` of a group."""
-
-    master_address: str
-    master_port: Port
-    world_size: int
-    """Number of ranks, with the trainer."""
-    rank_offset: int = 1
-    """Rank of the first worker of the instance."""
-    group_name: str = GROUP_NAME
-
-
 def open_receiver(init_info: Mapping[str, Any], position: ReceiverPosition, timeout: float) -> TorchNcclReceiver:
     """Make the receiver of a worker, see `receiver.open_receiver`. Raises `ConfigError` on a CPU."""
     if position.device.type != "cuda":
         raise ConfigError("backend torch_nccl sends between GPUs, but the workers compute on the CPU: send by gloo")
-    info = read_fields("torch_nccl", "init_info", init_info, TorchGroupInfo)
+    info = read_fields("torch_nccl", "init_info", init_info, GroupInfo)
     rank = check_rank("torch_nccl", info.rank_offset + position.rank, info.world_size)
     return TorchNcclReceiver(info, rank=rank, device=position.device, timeout=timeout)
 
@@ -55,7 +42,7 @@ def open_receiver(init_info: Mapping[str, Any], position: ReceiverPosition, time
 class TorchNcclReceiver(NcclReceiver):
     """See `receiver.WeightReceiver`. Tensors come by one broadcast each."""
 
-    def __init__(self, info: TorchGroupInfo, *, rank: int, device: torch.device, timeout: float) -> None:
+    def __init__(self, info: GroupInfo, *, rank: int, device: torch.device, timeout: float) -> None:
         super().__init__(NcclInfo(world_size=info.world_size), rank=rank, device=device, timeout=timeout)
         self._group = info
         self._store: Store | None = None
