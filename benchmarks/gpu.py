@@ -42,7 +42,7 @@ from gpu_models import (  # noqa: E402
 from gpu_record import GpuRecord, Section  # noqa: E402
 from gpu_tables import report_text, write_record  # noqa: E402
 
-SECTIONS: dict[str, float] = {"kernels": 80, "8b": 120, "30b": 70, "0.6b": 25, "gpt-oss": 40}
+SECTIONS: dict[str, float] = {"kernels": 80, "8b": 120, "30b": 70, "0.6b": 40, "gpt-oss": 40}
 """Seconds of each section. A measurement that has begun is finished, so a section may take a little longer."""
 
 MODELS: dict[str, Callable[[ModelRun, Section], None]] = {

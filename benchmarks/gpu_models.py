@@ -243,7 +243,7 @@ def measure_small(run: ModelRun, section: Section) -> None:
         if engine is not None:
             engine.load_adapter(write_adapter(run.directory / "adapter", spec, ADAPTER_RANK), NUM_ADAPTERS)
             adapted = _seconds_by_adapters(run, engine, [0, NUM_ADAPTERS])
-            run.judge(section, "lora-unused", lambda: _ratio(plain[0], adapted[0]))
+            run.judge(section, "lora-unused", lambda: _ratio(plain.get(0), adapted[0]))
             run.judge(section, "lora", lambda: _ratio(adapted[0], adapted[NUM_ADAPTERS]))
 
 
@@ -334,7 +334,9 @@ def _seconds_by_adapters(run: ModelRun, engine: BenchmarkEngine, numbers: list[i
     return {number: statistics.median(measured) for number, measured in seconds.items()}
 
 
-def _ratio(before: float, after: float) -> tuple[float, str]:
+def _ratio(before: float | None, after: float) -> tuple[float, str]:
+    if before is None:
+        raise RuntimeError("there is no time to compare with")
     return before / after, f"{before * 1e3:.2f} ms a step before, {after * 1e3:.2f} ms after"
 
 

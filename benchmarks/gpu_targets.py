@@ -69,9 +69,9 @@ TARGETS = [
     GpuTarget("gpt-oss-1", "gpt-oss-20b, MXFP4, 1 request", TargetUnit.SHARE, 0.50, 0.65),
     GpuTarget("0.6b-1", "Qwen3-0.6B, 1 request", TargetUnit.MILLISECONDS, 1.0, 0.75),
     GpuTarget(
-        "lora-unused", "--enable-lora / without, no adapters (Qwen3-0.6B, 32 rows)", TargetUnit.FACTOR, 0.98, 1.0
+        "lora-unused", "adapters enabled / not, none used, tokens/s (0.6B, 32 rows)", TargetUnit.FACTOR, 0.98, 1.0
     ),
-    GpuTarget("lora", "8 adapters of rank 16 / none, tokens/s (Qwen3-0.6B, 32 rows)", TargetUnit.FACTOR, 0.70, 0.80),
+    GpuTarget("lora", "8 adapters of rank 16 / none, tokens/s (0.6B, 32 rows)", TargetUnit.FACTOR, 0.70, 0.80),
     GpuTarget("idle-1", "GPU idle in decode, 1 row (Qwen3-8B)", TargetUnit.PART, 0.03, 0.01),
     GpuTarget("idle-32", "GPU idle in decode, 32 rows", TargetUnit.PART, 0.03, 0.01),
     GpuTarget("idle-256", "GPU idle in decode, 256 rows", TargetUnit.PART, 0.03, 0.01),

@@ -1,5 +1,5 @@
-"""Passes with adapters by the kernels of NVIDIA GPUs, interpreted: their modes agree, batches without adapters launch
-nothing for them, and the memory is fixed."""
+"""Passes with adapters by the kernels of NVIDIA GPUs, interpreted on a CPU: their modes agree, batches without adapters
+launch nothing for them, and the memory is fixed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from eagleray.kernels.adapters import AdapterSite, AdapterTable, LowRankFactors
 from eagleray.kernels.cuda import adapters as adapters_module
 from eagleray.kernels.cuda import program as program_module
 from eagleray.kernels.cuda.backend import CudaBackend
+from eagleray.kernels.cuda.graphs import CallCapture
 from eagleray.kernels.cuda.linear import CudaLinear
 from eagleray.kernels.forward_batch import AdapterGroups, ForwardBatch
 from eagleray.kernels.memory_release import ReleasableStorages
@@ -26,6 +27,7 @@ from eagleray.kernels.params import ClampedSwiglu
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.functional import clamped_swiglu, silu_and_mul
 
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NUM_SLOTS, MAX_RANK = 4, 6
 RANKS = (6, 2, 5)
 """Rank of the adapter in each slot; the last slot is empty."""
@@ -59,9 +61,11 @@ class Adapted:
     sites: list[AdapterSite]
 
     @classmethod
-    def of(cls, backend: TorchBackend | CudaBackend) -> Adapted:
-        layers = Layers(backend)
-        table = AdapterTable(NUM_SLOTS, MAX_RANK, torch.float32, CPU)
+    def of(
+        cls, backend: TorchBackend | CudaBackend, *, device: torch.device = CPU, dtype: torch.dtype = torch.float32
+    ) -> Adapted:
+        layers = Layers(backend, device=device, dtype=dtype)
+        table = AdapterTable(NUM_SLOTS, MAX_RANK, dtype, device)
         shapes = {
             "qkv": (SIZE, (2 * HEAD_DIM, HEAD_DIM, HEAD_DIM)),
             "project": (2 * HEAD_DIM, (SIZE,)),
@@ -82,7 +86,7 @@ class Adapted:
         def compute(token_ids: Any, caches: Any, context: Any) -> Any:
             return layers.norms[0](layers.dense(layers.embed(token_ids), caches[0], context))
 
-        return cls(Pass(backend, compute).fill(), table, sites)
+        return cls(Pass(backend, compute, device=device, dtype=dtype).fill(), table, sites)
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         self.table.groups = batch.adapters
@@ -134,6 +138,31 @@ def test_run_without_adapters_launches_nothing_for_them(monkeypatch: pytest.Monk
     assert [torch.equal(adapted(batch_of(rows)), y) for rows, y in zip((DECODES, MIXED), expected, strict=True)]
     with pytest.raises(AssertionError, match="without adapters"):
         adapted(with_adapters(DECODES))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        pytest.param("cuda", torch.bfloat16, marks=ON_GPU),
+        pytest.param("cuda", torch.float32, marks=ON_GPU),
+    ],
+)
+def test_graphs_with_adapters_have_the_bits_of_their_launches(device: str, dtype: torch.dtype) -> None:
+    """Also when an adapter was replaced meanwhile, and in steps without adapters between the others."""
+    options = {"device": torch.device(device), "dtype": dtype}
+    graphs, launches = (Adapted.of(CudaBackend(dtype), **options) for _ in range(2))
+    launches.run.program._capture = CallCapture()
+    for each in (graphs, launches):
+        each.run.program.reserve(LIMITS)
+        each.run.program.capture()
+    steps = [(DECODES, True), (DECODES, False), (MIXED, True)] * (1 if device == "cpu" else 4)
+    for seed, (rows, has_adapters) in enumerate(steps):
+        batch = with_adapters(rows, seed=seed) if has_adapters else batch_of(rows, seed=seed)
+        assert torch.equal(graphs(batch), launches(batch))
+        for each in (graphs, launches):
+            each.sites[3].clear(seed % 2)
+            each.sites[3].write(seed % 2, 0, LowRankFactors(torch.ones(3, INNER), torch.ones(SIZE, 3), 0.1))
 
 
 def test_run_reads_adapters_that_were_written_between_steps() -> None:
