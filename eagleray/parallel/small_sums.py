@@ -20,7 +20,7 @@ from eagleray.log import get_logger
 logger = get_logger(__name__)
 
 MAX_SUM_BYTES = 256 * 1024
-"""Largest tensor that is added up so. Every rank reads the tensors of all others, so NCCL is faster for larger ones."""
+"""Largest tensor that is added up in this way. Every rank reads the tensors of all others, so NCCL is faster beyond."""
 
 ALIGNMENT = 16
 """Bytes that a rank reads at once. Tensors of other sizes go to NCCL."""

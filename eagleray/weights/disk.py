@@ -1,6 +1,6 @@
 """Backend `disk`: a directory with safetensors files, which every worker can read.
 
-Files are memory-mapped, so each rank reads what its part of the model needs and no more.
+Files are memory-mapped, so each rank reads only the bytes of its part of the model.
 """
 
 from __future__ import annotations

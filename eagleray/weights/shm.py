@@ -1,6 +1,6 @@
 """Backend `shm`: weights in shared memory of the node, or in a file of the same form.
 
-Each rank reads the segment through the page cache; only what its part of the model needs is touched.
+Each rank reads the segment through the page cache, and touches only the pages of its part of the model.
 """
 
 from __future__ import annotations

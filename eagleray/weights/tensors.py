@@ -1,4 +1,4 @@
-"""Descriptions of tensors on their way: what an `update_info` names, and how they are packed into buckets."""
+"""Descriptions of tensors that are sent, as an `update_info` has them, and their layout in buckets."""
 
 from __future__ import annotations
 

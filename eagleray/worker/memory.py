@@ -1,7 +1,7 @@
 """The memory of the device: the part that the cache may take, and the wait for memory that other processes free.
 
-On a GPU the largest steps have run before the cache is sized (`rehearsal.py`), so what they take counts as used. On the
-host nothing has run: the model says what its steps take.
+On a GPU the largest steps have run before the cache is sized (`rehearsal.py`), so their memory counts as used. On the
+host nothing has run: `Model.step_bytes` estimates the memory of steps.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def rehearse(
                     score_prompt(scored, targets, min(num_logprobs, logits.shape[1]), model.ranking)
     sampler.warm_up(limits.num_rows, num_logprobs=num_logprobs)
     if model.trace is not None:
-        model.trace.counts.zero_()  # these tokens are nobody's
+        model.trace.counts.zero_()  # these tokens belong to no request
 
 
 def prompt_lens(limits: PassLimits) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""Interface of the weights of an update at one rank, which the model makes, and checks of what comes for it."""
+"""Interface of an update of the weights at one rank, which the model makes, and checks of its directory and tensors."""
 
 from __future__ import annotations
 

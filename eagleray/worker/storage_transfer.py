@@ -97,7 +97,7 @@ class StorageOffer:
         return self._thread.is_alive() and not self._is_closed
 
     def close(self) -> None:
-        """Read no device any longer, and let the receiver discard what it has. To be called before the weights change
+        """Stop reading the device, and have the receiver discard the weights. Must be called before the weights change
         or their memory is released."""
         with self._lock:
             self._is_closed = True

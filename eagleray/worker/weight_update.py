@@ -181,7 +181,7 @@ class WeightUpdater:
                 task.failure = Failure.of(error)
             task.is_done = True
 
-        # a daemon, because gloo cannot be interrupted while it waits for another rank
+        # a daemon, because gloo cannot be interrupted while it connects
         task = TransferTask(threading.Thread(target=run, name=name, daemon=True), is_collective, close)
         task.thread.start()
         return task

@@ -76,7 +76,7 @@ class ParallelView:
 
 @dataclass(frozen=True, slots=True)
 class LoadView:
-    """How the weights were loaded."""
+    """The options with which the weights were loaded."""
 
     load_format: str
 

@@ -1,4 +1,4 @@
-"""Parts of the backends nccl and ipc that need no GPU: what they refuse, and what they read of other processes."""
+"""Parts of the backends nccl and ipc that need no GPU: refusals, connecting, and data of other processes."""
 
 from __future__ import annotations
 

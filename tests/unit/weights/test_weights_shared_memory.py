@@ -1,4 +1,4 @@
-"""Weights in shared memory of the node, and what is refused before anything is received."""
+"""Weights in shared memory of the node, and refusals before anything is received."""
 
 from __future__ import annotations
 

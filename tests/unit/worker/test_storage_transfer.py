@@ -1,4 +1,4 @@
-"""Offers of packed weights to the worker of another engine: what ends them, and what the receiver is told."""
+"""Offers of packed weights to the worker of another engine, and their end when the weights change or sleep."""
 
 from __future__ import annotations
 

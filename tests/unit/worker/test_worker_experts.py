@@ -189,7 +189,7 @@ def test_expert_worker_broken_step_leaves_worker_intact(checkpoint, expected):
 
 
 def test_expert_worker_leaves_group_without_waiting_for_steps_in_flight(checkpoint, monkeypatch):
-    """They may never end, because a rank of another host has exited."""
+    """A step may never end when a rank of another host has exited."""
     use_fake_device(monkeypatch, FakeDevice(may_wait=False))
     first, second = start_both(checkpoint)
     idle = StepPlan(step=1, freed_rows=[], new_rows=[], new_blocks=[], rows=[], num_tokens=[], is_idle=True)
