@@ -13,9 +13,10 @@ sender.send(weights)
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +24,26 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from eagleray.errors import TransferBroken
 from eagleray.weights.gloo_group import BUCKET_BYTES, GROUP_NAME, SENDER, GlooGroup
-from eagleray.weights.tensors import bucket_bytes, describe, into_buckets, pack_bucket, to_update_info
+from eagleray.weights.tensors import as_bytes, bucket_bytes, describe, into_buckets, pack_bucket, to_update_info
 
 NUM_BUFFERS = 2
 """Buckets at once: one is sent while the next one is packed."""
+
+
+class SentBucket(NamedTuple):
+    """A bucket whose broadcast has begun."""
+
+    wait: Callable[[], None]
+    buffers: list[Tensor]
+    """Its buffer, unless it is a tensor that is sent from where it is."""
 
 
 class Sender:
     """Sends weights to `num_workers` workers, whose rank in the group begins at 1.
 
     Listens on `address`, an address of this machine that the workers can reach, and `port`, by default a free one.
-    `timeout` limits each wait, in seconds. Without `is_packed` each tensor is a broadcast of its own.
+    `timeout` limits each wait, in seconds. Each tensor is a broadcast of its own, which needs no copy on a CPU; with
+    `is_packed`, tensors are packed into buckets, for models of many small ones.
     """
 
     def __init__(
@@ -42,7 +52,7 @@ class Sender:
         *,
         address: str = "127.0.0.1",
         port: int = 0,
-        is_packed: bool = True,
+        is_packed: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 300.0,
     ) -> None:
@@ -104,21 +114,25 @@ class Sender:
         tensors = dict(weights)
         infos = describe(weights)
         buckets = into_buckets(infos, self._bucket_bytes) if self._is_packed else ([info] for info in infos)
-        sent: list[Any] = []
+        sent: deque[SentBucket] = deque()
         buffers: list[Tensor] = []
         for bucket in buckets:
             if len(sent) == NUM_BUFFERS:
-                wait, free = sent.pop(0)
-                wait()
-                buffers.append(free)
+                first = sent.popleft()
+                first.wait()
+                buffers += first.buffers
+            parts = [tensors[info.name] for info in bucket]
+            if len(parts) == 1 and parts[0].device.type == "cpu":  # nothing to pack
+                sent.append(SentBucket(group.broadcast(as_bytes(parts[0])), []))
+                continue
             size = bucket_bytes(bucket)
             buffer = buffers.pop() if buffers else torch.empty(0, dtype=torch.uint8)
             if len(buffer) < size:
                 buffer = torch.empty(size, dtype=torch.uint8)
-            pack_bucket((tensors[info.name] for info in bucket), buffer)
-            sent.append((group.broadcast(buffer[:size]), buffer))
-        for wait, _ in sent:
-            wait()
+            pack_bucket(parts, buffer)
+            sent.append(SentBucket(group.broadcast(buffer[:size]), [buffer]))
+        for each in sent:
+            each.wait()
 
 
 def _bind_store(address: str, port: int, timeout: float) -> TCPStore:

@@ -120,8 +120,16 @@ def pack_bucket(weights: Iterable[Tensor], out: Tensor) -> None:
     begin = 0
     for tensor in weights:
         end = begin + tensor.nbytes
-        out[begin:end].copy_(as_bytes(tensor))
+        _copy_bytes(as_bytes(tensor), out[begin:end])
         begin = end
+
+
+def _copy_bytes(source: Tensor, out: Tensor) -> None:
+    if source.device.type == out.device.type == "cpu":
+        # in one thread: torch's threads would wait, spinning, for cores on which the bucket before is sent
+        out.numpy()[:] = source.numpy()
+    else:
+        out.copy_(source)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
