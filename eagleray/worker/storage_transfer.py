@@ -59,6 +59,8 @@ class SharedStorage:
     """Address of this machine that the workers of other engines can reach."""
     is_readable: Callable[[], bool] = lambda: True
     """Whether the memory contains the weights; not while it is released."""
+    num_loads: Callable[[], int] = lambda: 0
+    """Number of calls of the worker extension that have loaded weights, see `Model.num_loads`."""
 
     def header(self, number: int) -> StorageHeader:
         tensors = self.tensors()
@@ -75,11 +77,14 @@ class StorageChanged(TransferBroken):
 
 
 class StorageOffer:
-    """Serves the weights once, in a thread, to the first that shows the key within `timeout` seconds."""
+    """Serves the weights, which are those of update `number`, once, in a thread, to the first that shows the key within
+    `timeout` seconds."""
 
-    def __init__(self, storage: Sequence[Tensor], header: StorageHeader, *, host: str, timeout: float) -> None:
-        self._storage = storage
-        self._header = header
+    def __init__(self, storage: SharedStorage, number: int, *, host: str, timeout: float) -> None:
+        self._tensors = storage.tensors()
+        self._header = storage.header(number)
+        self._count_loads = storage.num_loads
+        self._num_loads = storage.num_loads()
         self._timeout = timeout
         self._key = secrets.token_bytes(KEY_BYTES)
         self._lock = threading.Lock()  # held while a device is read
@@ -121,7 +126,7 @@ class StorageOffer:
             raise TransferBroken("another process than the awaited worker connected")
         encoded = msgspec.msgpack.encode(self._header)
         connection.sendall(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
-        for part in self._storage:
+        for part in self._tensors:
             for piece in part.split(PIECE_BYTES):
                 data = self._read(piece)
                 connection.sendall(UNCHANGED)
@@ -135,7 +140,7 @@ class StorageOffer:
             return piece.cpu().numpy().data
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._is_closed or self._count_loads() != self._num_loads:
             raise StorageChanged("they were changed or put to sleep meanwhile")
 
 

@@ -335,8 +335,8 @@ class WeightUpdater:
             if not storage.is_readable():
                 raise WrongState("the weights of this worker are asleep")
             offer = StorageOffer(
-                storage.tensors(),
-                storage.header(call.number),
+                storage,
+                call.number,
                 host=storage.host if storage.host != LOOPBACK or call.host is None else call.host,
                 timeout=call.timeout,
             )

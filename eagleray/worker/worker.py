@@ -265,6 +265,7 @@ class ServingWorker:
                 _layout_facts(loaded),
                 loaded.setup.topology.addresses[loaded.rank],
                 is_readable=lambda: self._memory.has_weights,
+                num_loads=lambda: model.num_loads,
             ),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -47,14 +48,22 @@ class PieceHook:
         return self._read(offer, piece)
 
 
-@pytest.mark.parametrize("closes", [False, True])
-def test_storage_offer_closed_between_pieces_is_not_taken(monkeypatch: pytest.MonkeyPatch, closes: bool) -> None:
+@pytest.mark.parametrize("change", [None, "closed", "loaded"])
+def test_storage_offer_changed_between_pieces_is_not_taken(monkeypatch: pytest.MonkeyPatch, change: str | None) -> None:
     monkeypatch.setattr(storage_transfer, "PIECE_BYTES", 1024)
     weights, received = make_weights(), [torch.zeros_like(part) for part in make_weights()]
-    storage = shared(weights)
-    offer = StorageOffer(weights, storage.header(NUMBER), host="127.0.0.1", timeout=TIMEOUT)
-    PieceHook(monkeypatch, offer.close if closes else lambda: None)
-    if closes:
+    loads = [0]
+    storage = dataclasses.replace(shared(weights), num_loads=lambda: len(loads))
+    offer = StorageOffer(storage, NUMBER, host="127.0.0.1", timeout=TIMEOUT)
+
+    def at_second_piece() -> None:
+        if change == "closed":
+            offer.close()
+        if change == "loaded":
+            loads.append(1)
+
+    PieceHook(monkeypatch, at_second_piece)
+    if change is not None:
         with pytest.raises(TransferBroken, match="the other engine changed its weights while it sent them"):
             fetch(offer.handle, shared(received))
         assert not received[0][1024:].any(), "nothing was read after it"
