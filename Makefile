@@ -11,7 +11,7 @@ GPU_JSON   ?= gpu.json
 # and each would compile the package again, which is a fifth of the processor time of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak lint clean
+.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak lint lint-types lint-rules clean
 
 serve: $(READY)  ## Serve a model (MODEL=path, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
@@ -43,10 +43,15 @@ fuzz: $(READY)  ## Hostile requests, connections, readers and checkpoints: nobod
 soak: $(READY)  ## 15 minutes of mixed load with kills: nothing may fail, grow or stay behind (ARGS="--minutes 3 --backend ray ...").
 	$(BIN)/python scripts/soak.py $(ARGS)
 
-lint: $(READY)
+lint: $(READY)  ## Types beside the other checks: they take most of the time of one core.
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-rules
+
+lint-types: $(READY)
+	$(BIN)/mypy
+
+lint-rules: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/house.py --check cycles exports names chain docstrings
 
