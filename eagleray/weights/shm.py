@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import msgspec
 import torch
@@ -41,11 +41,27 @@ def open_receiver(init_info: Mapping[str, Any], position: ReceiverPosition, time
     return SharedMemoryReceiver()
 
 
+class SegmentFile(NamedTuple):
+    """What tells a segment from others, also from one that grew."""
+
+    device: int
+    inode: int
+    size: int
+
+
 class SharedMemoryReceiver:
-    """See `receiver.WeightReceiver`. There is no group: the tensors are in the segment before the call."""
+    """See `receiver.WeightReceiver`. There is no group: the tensors are in the segment before the call.
+
+    Once connected, it keeps the last segment mapped, because mapping its pages takes longer than reading them.
+    """
+
+    def __init__(self) -> None:
+        self._is_connected = False
+        self._kept: tuple[SegmentFile, Tensor] | None = None
 
     def connect(self) -> None:
-        """Do nothing: a segment is mapped when tensors are received."""
+        """Keep segments mapped between updates, until `close`."""
+        self._is_connected = True
 
     def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[NamedTensors]:
         tensors = read_update_info(update_info)
@@ -54,7 +70,7 @@ class SharedMemoryReceiver:
         check(tensors)
         if segment.size == 0:
             return
-        buffer = _map(segment)
+        buffer = self._map(segment)
         offsets = iter(segment.offsets)
         for bucket in into_buckets(tensors, FILE_BUCKET_BYTES):
             yield [
@@ -63,7 +79,22 @@ class SharedMemoryReceiver:
             ]
 
     def close(self) -> None:
-        """Do nothing: a segment stays mapped only while its tensors are received."""
+        self._is_connected, self._kept = False, None
+
+    def _map(self, segment: SegmentInfo) -> Tensor:
+        """Return the bytes of the segment. Raises `NotFound` if it is not on this node."""
+        with _open(segment) as file:
+            status = os.fstat(file.fileno())
+            key = SegmentFile(status.st_dev, status.st_ino, segment.size)
+            if self._kept is not None and self._kept[0] == key:
+                return self._kept[1]
+            self._kept = None  # the trainer may have removed it: its memory is free then
+            # private, so that torch may have it as writable; nobody writes to it
+            mapped = mmap.mmap(file.fileno(), segment.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        buffer = torch.frombuffer(mapped, dtype=torch.uint8)
+        if self._is_connected:
+            self._kept = key, buffer
+        return buffer
 
 
 def _check_offsets(tensors: list[SentTensor], segment: SegmentInfo) -> None:
@@ -78,8 +109,8 @@ def _check_offsets(tensors: list[SentTensor], segment: SegmentInfo) -> None:
             )
 
 
-def _map(segment: SegmentInfo) -> Tensor:
-    """Return the bytes of the segment. Raises `NotFound` if it is not on this node."""
+def _open(segment: SegmentInfo) -> BinaryIO:
+    """Open the file of the segment. Raises `NotFound` if it is not on this node, and `WeightsMismatch`."""
     if segment.node and segment.node != node_id():
         raise NotFound(
             f"the segment {segment.name} is on another node than this worker; backend shm needs the trainer on the "
@@ -87,24 +118,22 @@ def _map(segment: SegmentInfo) -> Tensor:
         )
     path = _path(segment.name)
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
+        # a pipe would wait for its writer
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise NotFound(
             f"{str(path)!r:.200} cannot be opened ({reason}): the segment must exist on the node of the workers, and "
             "their user must be allowed to read it"
         ) from error
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise WeightsMismatch(f"{path} is neither a POSIX segment nor a file")
-        if (size := status.st_size) < segment.size:
-            raise WeightsMismatch(f"{path} has {size} bytes, but update_info says {segment.size}")
-        # private, so that torch may have it as writable; nobody writes to it
-        mapped = mmap.mmap(file, segment.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(file)
-    return torch.frombuffer(mapped, dtype=torch.uint8)
+    status = os.fstat(opened)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(opened)
+        raise WeightsMismatch(f"{path} is neither a POSIX segment nor a file")
+    if (size := status.st_size) < segment.size:
+        os.close(opened)
+        raise WeightsMismatch(f"{path} has {size} bytes, but update_info says {segment.size}")
+    return os.fdopen(opened, "rb")
 
 
 def _path(name: str) -> Path:

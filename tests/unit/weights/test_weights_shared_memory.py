@@ -45,6 +45,32 @@ def test_shm_receiver_tensors_of_a_grown_segment_are_equal(sender: SharedMemoryS
         assert all(torch.equal(found, sent) for (_, found), (_, sent) in zip(received, weights, strict=True))
 
 
+def num_private_mappings(name: str) -> int:
+    """Return the number of mappings of a segment that only this process may write to: those of receivers."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(name in line and line.split()[1] == "rw-p" for line in lines)
+
+
+def test_shm_receiver_connected_keeps_the_last_segment_mapped(sender: SharedMemorySender) -> None:
+    receiver = open_receiver("shm", {}, ReceiverPosition(0, torch.device("cpu")), 1.0)
+    receiver.connect()
+    with SharedMemorySender() as other:
+        names = [each.write([("weight", torch.zeros(5000))])["name"] for each in (sender, other)]
+        for index, value in [(0, 1), (0, 2), (1, 3), (0, 4)]:
+            received = collect(receiver, (sender, other)[index].write([("weight", torch.full((5000,), value))]))
+            assert [(name, weight.unique().tolist()) for name, weight in received] == [("weight", [value])]
+            assert [num_private_mappings(name) for name in names] == [1 - index, index]
+    receiver.close()
+    assert num_private_mappings(names[0]) == 0
+
+
+def test_shm_receiver_not_connected_keeps_nothing_mapped(sender: SharedMemorySender) -> None:
+    receiver = open_receiver("shm", {}, ReceiverPosition(0, torch.device("cpu")), 1.0)
+    info = sender.write(WEIGHTS)
+    collect(receiver, info)
+    assert num_private_mappings(info["name"]) == 0
+
+
 def test_shm_receiver_of_a_file_reads_it_by_its_path(sender: SharedMemorySender, tmp_path: Path) -> None:
     info = sender.write(WEIGHTS)
     path = tmp_path / "weights.bin"
