@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,28 +11,42 @@ from torch import Tensor
 
 from eagleray.kernels.adapters import AdapterSite, AdapterTable, LowRankFactors
 from eagleray.kernels.cpu.abi import CStruct, abi
+from eagleray.kernels.cpu.huge_pages import WeightMemory
+from eagleray.kernels.kv_cache import CACHE_LINE_BYTES
 from eagleray.kernels.storage import memory_of
 
-ROW_GRAIN = 32
-"""Rows of A are padded with zeros to a multiple of this many inputs: a vector of bfloat16 pairs."""
+LANES = 16
+"""Numbers of float32, or pairs of bfloat16, in a vector."""
 
-COLUMN_GRAIN = 16
-"""The outputs of every layer in B are padded with zeros to a multiple of this number: a vector of float32."""
+ROW_BLOCK = 8
+"""Most rows of A that are stored together."""
+
+SLOT_SKEW_BYTES = 9 * CACHE_LINE_BYTES
+"""Distance of the factors B of two slots beyond their size. A pass reads them in turn: at equal places of pages they
+would evict each other from the first-level cache."""
 
 
 class NativeAdapterSite(AdapterSite):
     """See `AdapterSite`."""
 
-    def __init__(self, table: AdapterTable, in_features: int, out_features: Sequence[int]) -> None:
+    def __init__(
+        self, table: AdapterTable, memory: WeightMemory, in_features: int, out_features: Sequence[int]
+    ) -> None:
         super().__init__(table, in_features, out_features)
         num_slots, rank, num_layers = table.num_slots, table.max_rank, len(out_features)
-        padded = [_round_up(size, COLUMN_GRAIN) for size in out_features]
+        self._pair = torch.float32.itemsize // table.dtype.itemsize
+        padded = [_round_up(size, LANES) for size in out_features]
         self._starts = [sum(padded[:layer]) for layer in range(num_layers)]
         """Number of outputs, with their padding, of the layers before each."""
-        self._a = table.zeros(num_slots, num_layers, rank, _round_up(in_features, ROW_GRAIN))
-        self._b = table.zeros(num_slots, rank * sum(padded))
-        """The factors B, in the order of reading: that of a layer begins at `_starts` times `max_rank`, and is
-        [outputs / 16, rank, 16]."""
+        shape = (num_slots, num_layers, rank, _round_up(in_features, LANES * self._pair))
+        self._a = memory.allocate(math.prod(shape), table.dtype).view(shape)
+        """The factors A, in the order of reading: the rows of a layer in blocks of 8, at the end of 4, 2 and 1, each
+        [inputs / vector, rows, vector], where a vector is 16 pairs."""
+        size = _round_up(rank, self._pair) * sum(padded)
+        stride = size + SLOT_SKEW_BYTES // table.dtype.itemsize
+        self._b = memory.allocate(num_slots * stride, table.dtype).view(num_slots, stride)
+        """The factors B, in the order of reading: that of a layer begins at `_starts` times `max_rank`, rounded up to
+        pairs, and is [outputs / 16, rank / pair, 16, pair]."""
         self._sizes = np.array(out_features, dtype=np.int64)
         self._ranks = np.zeros((num_slots, num_layers), dtype=np.int32)
         """Rank of the adapter of each layer; 0: none."""
@@ -60,13 +75,26 @@ class NativeAdapterSite(AdapterSite):
 
     def _write(self, slot: int, layer: int, factors: LowRankFactors) -> None:
         rank, size = len(factors.a), self.out_features[layer]
-        padded = torch.zeros(_round_up(size, COLUMN_GRAIN), rank, dtype=self._b.dtype)
-        padded[:size].copy_(factors.b)
-        panels = padded.view(len(padded) // COLUMN_GRAIN, COLUMN_GRAIN, rank).transpose(1, 2)
-        first = self._starts[layer] * self.table.max_rank
-        self._a[slot, layer, :rank, : self.in_features].copy_(factors.a)
-        self._b[slot, first : first + padded.numel()].view(panels.shape).copy_(panels)
+        vector = LANES * self._pair
+        first = 0
+        for num_rows in _row_blocks(rank):
+            block = self._a[slot, layer, first : first + num_rows]
+            rows = torch.zeros_like(block)
+            rows[:, : self.in_features] = factors.a[first : first + num_rows]
+            block.view(-1, num_rows, vector).copy_(rows.view(num_rows, -1, vector).transpose(0, 1))
+            first += num_rows
+        padded = torch.zeros(_round_up(size, LANES), _round_up(rank, self._pair), dtype=self._b.dtype)
+        padded[:size, :rank] = factors.b
+        panels = padded.view(len(padded) // LANES, LANES, -1, self._pair).transpose(1, 2)
+        start = self._starts[layer] * _round_up(self.table.max_rank, self._pair)
+        self._b[slot, start : start + padded.numel()].view(panels.shape).copy_(panels)
         self._ranks[slot, layer], self._scales[slot, layer] = rank, factors.scale
+
+
+def _row_blocks(rank: int) -> list[int]:
+    """Return the numbers of rows of the blocks in which a factor A is stored."""
+    last = [size for size in (4, 2, 1) if rank % ROW_BLOCK & size]
+    return [ROW_BLOCK] * (rank // ROW_BLOCK) + last
 
 
 def _round_up(number: int, grain: int) -> int:

@@ -45,6 +45,7 @@ class CpuBackend(RecordingBackend):
         self.num_threads = num_threads
         self._kind = int(dtype == torch.bfloat16)
         self._memory = memory or WeightMemory()
+        self._adapter_memory = WeightMemory()
         self._scratch = ExpertScratch()
 
     @staticmethod
@@ -100,7 +101,7 @@ class CpuBackend(RecordingBackend):
         return NativeRanking(self.library, num_threads=self.num_threads)
 
     def adapter_site(self, table: AdapterTable, in_features: int, out_features: Sequence[int]) -> NativeAdapterSite:
-        return NativeAdapterSite(table, in_features, out_features)
+        return NativeAdapterSite(table, self._adapter_memory, in_features, out_features)
 
     def serves_fp8_cache(self, device: torch.device) -> bool:
         return False

@@ -232,11 +232,12 @@ typedef struct {
   int64_t num_layers;
   int64_t max_rank;
   int64_t k;             // inputs
-  int64_t a_stride;      // a multiple of 32; zeros follow the k inputs
+  int64_t a_stride;      // of a row; zeros follow the k inputs
   int64_t b_stride;      // from a slot to the next
-  const void* a;         // T [num_slots, num_layers, max_rank, a_stride]
-  const void* b;         // T [num_slots, b_stride]: for each layer [outputs / 16, rank, 16], where the outputs end with
-                         // zeros; with room for max_rank
+  const void* a;         // T [num_slots, num_layers, max_rank * a_stride]: rows in blocks of 8, at the end of 4, 2 and
+                         // 1, each [a_stride / 16 / PAIR, rows, 16 * PAIR]
+  const void* b;         // T [num_slots, b_stride]: for each layer [outputs / 16, rank / PAIR, 16, PAIR], where the
+                         // outputs and the rank end with zeros; with room for max_rank
   const int32_t* ranks;  // [num_slots, num_layers]; 0: no adapter
   const float* scales;   // [num_slots, num_layers]
   const int64_t* sizes;  // [num_layers] outputs of each layer

@@ -2,40 +2,22 @@
 
 #include <algorithm>
 
-#include "rows.h"
-
 namespace eagleray {
 namespace {
 
-constexpr int64_t PREFETCH_BYTES = 2048;  // distance where a factor is read once
-constexpr int TILE = 4;  // tokens, and rows of A or vectors of B, that a tile computes
+constexpr int ROW_BLOCK = 8;         // most rows of A that are stored together
+constexpr int DOT_TOKENS = 2;        // tokens that a tile of A x computes
+constexpr int EXPAND_TOKENS = 4;     // tokens that a tile of B (A x) computes
+constexpr int64_t UNIT_TOKENS = 64;  // most tokens of a unit of work of A x
 
 int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
 
+template <int VALUE>
+using Constant = std::integral_constant<int, VALUE>;
+
 int64_t inner_size(const CAdapterSite& site) { return site.num_layers * site.max_rank; }
 
-// The results of a gated product before the gate: 16 of gate and the corresponding 16 of up in turn, as it is packed.
-int64_t gated_size(const CMultiply& args) { return 2 * round_up(args.n / 2, LANES); }
-
-// The tokens of one adapter, and its factors in one layer.
-template <class T>
-struct Group {
-  const T* a;  // [rank, a_stride]
-  const T* b;  // [outputs / 16, rank, 16]
-  int64_t rank;
-  float scale;
-  Span tokens;  // of batch.adapter_tokens
-
-  Group(const AdaptedRows<T>& rows, int64_t group, int64_t layer, int64_t b_start) {
-    const CAdapterSite& site = rows.site;
-    int64_t slot = rows.batch.adapter_slots[group], entry = slot * site.num_layers + layer;
-    a = static_cast<const T*>(site.a) + entry * site.max_rank * site.a_stride;
-    b = static_cast<const T*>(site.b) + slot * site.b_stride + b_start * site.max_rank;
-    rank = site.ranks[entry];
-    scale = site.scales[entry];
-    tokens = {rows.batch.adapter_offsets[group], rows.batch.adapter_offsets[group + 1]};
-  }
-};
+// ---- A x
 
 // The last lanes of x, where k ends, with zeros behind them.
 template <class T>
@@ -45,217 +27,261 @@ Pairs<T> load_last(const T* x, int64_t count) {
   return load_pairs(lanes);
 }
 
-// out[token][row] = scale * the dot product of x[token] and row `row` of a.
+// Some rows of A and some tokens of its adapter.
+template <class T>
+struct Unit {
+  const T* a;       // [a_stride / 16 / PAIR][num_rows][16 * PAIR]
+  int num_rows;     // 8, 4, 2 or 1
+  float scale;
+  Span tokens;      // of batch.adapter_tokens
+  int64_t at;       // of the first row in a token's entry of `inner`
+
+  int64_t cost() const { return num_rows * std::max<int64_t>(tokens.end - tokens.begin, DOT_TOKENS); }
+};
+
+// out[token][row] = scale * the dot product of x[token] and row `row` of a. Prefetches as much from `next` as it reads.
 template <class T, int ROWS, int TOKENS>
-void dot_tile(const T* a, int64_t a_stride, const T* const* x, int64_t k, float scale, float* const* out) {
+void dot_tile(const T* a, const T* const* x, int64_t k, float scale, float* const* out, const T* next) {
   constexpr int64_t STEP = LANES * PAIR<T>;
   Floats sums[ROWS][TOKENS] = {};
-  auto add = [&](int64_t i, const Pairs<T>* values) {
-    for (int row = 0; row < ROWS; row++) {
-      if (TOKENS == 1) __builtin_prefetch(a + row * a_stride + i + PREFETCH_BYTES / 4 / int64_t(sizeof(T)));
-      Pairs<T> weights = load_pairs(a + row * a_stride + i);
+  auto add = [&](const Pairs<T>* values) {
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++, a += STEP, next += STEP) {
+      __builtin_prefetch(next);
+      Pairs<T> weights = load_pairs(a);
+#pragma GCC unroll 16
       for (int token = 0; token < TOKENS; token++) sums[row][token] = dot(sums[row][token], weights, values[token]);
     }
   };
   int64_t i = 0;
   Pairs<T> values[TOKENS];
   for (; i + STEP <= k; i += STEP) {
+#pragma GCC unroll 16
     for (int token = 0; token < TOKENS; token++) values[token] = load_pairs(x[token] + i);
-    add(i, values);
+    add(values);
   }
   if (i < k) {
     for (int token = 0; token < TOKENS; token++) values[token] = load_last(x[token] + i, k - i);
-    add(i, values);
+    add(values);
   }
   for (int row = 0; row < ROWS; row++)
     for (int token = 0; token < TOKENS; token++) out[token][row] = scale * sum(sums[row][token]);
 }
 
-// The products of a group's tokens with these rows of A.
+// The products of a unit. `next` is prefetched.
 template <class T>
-void shrink_rows(const AdaptedRows<T>& rows, const Group<T>& group, int64_t layer, Span span, const T* x,
-                 int64_t x_stride) {
-  const CAdapterSite& site = rows.site;
-  auto tile = [&](int64_t row, int64_t token, auto num_rows, auto num_tokens) {
+void compute_unit(const AdaptedRows<T>& rows, const Unit<T>& unit, const T* x, int64_t x_stride, const T* next) {
+  auto tile = [&](int64_t token, auto num_rows, auto num_tokens) {
     const T* from[num_tokens()];
     float* out[num_tokens()];
     for (int i = 0; i < num_tokens(); i++) {
       from[i] = x + rows.batch.adapter_tokens[token + i] * x_stride;
-      out[i] = rows.inner + (token + i) * inner_size(site) + layer * site.max_rank + row;
+      out[i] = rows.inner + (token + i) * inner_size(rows.site) + unit.at;
     }
-    dot_tile<T, num_rows(), num_tokens()>(group.a + row * site.a_stride, site.a_stride, from, site.k, group.scale, out);
+    dot_tile<T, num_rows(), num_tokens()>(unit.a, from, rows.site.k, unit.scale, out, next);
   };
-  std::integral_constant<int, TILE> many;
-  std::integral_constant<int, 1> one;
-  for (int64_t row = span.begin; row < span.end;) {
-    bool many_rows = row + TILE <= span.end;
-    for (int64_t token = group.tokens.begin; token < group.tokens.end;) {
-      bool many_tokens = token + TILE <= group.tokens.end;
-      if (many_rows && many_tokens) tile(row, token, many, many);
-      else if (many_rows) tile(row, token, many, one);
-      else if (many_tokens) tile(row, token, one, many);
-      else tile(row, token, one, one);
-      token += many_tokens ? TILE : 1;
-    }
-    row += many_rows ? TILE : 1;
+  auto tiles = [&](auto num_rows) {
+    int64_t token = unit.tokens.begin;
+    for (; token + DOT_TOKENS <= unit.tokens.end; token += DOT_TOKENS) tile(token, num_rows, Constant<DOT_TOKENS>{});
+    for (; token < unit.tokens.end; token++) tile(token, num_rows, Constant<1>{});
+  };
+  switch (unit.num_rows) {
+    case 8: return tiles(Constant<8>{});
+    case 4: return tiles(Constant<4>{});
+    case 2: return tiles(Constant<2>{});
+    default: return tiles(Constant<1>{});
   }
 }
 
-// sums[token] = the sum over the rank of inner[token][j] * b[j], for VECTORS * 16 outputs.
-template <class T, int VECTORS, int TOKENS>
-inline void sum_tile(const T* b, int64_t rank, const float* const* inner, Floats (&out)[VECTORS][TOKENS]) {
-  Floats sums[VECTORS][TOKENS] = {};
-  const char* ahead = reinterpret_cast<const char*>(b) + PREFETCH_BYTES;
-  for (int64_t j = 0; j < rank; j++, b += LANES) {
-    if (TOKENS == 1)
-      for (size_t i = 0; i < VECTORS * LANES * sizeof(T); i += 64)
-        __builtin_prefetch(ahead + size_t(j) * VECTORS * LANES * sizeof(T) + i);
-    for (int vector = 0; vector < VECTORS; vector++) {
-      Floats weights = load(b + vector * rank * LANES);
-      for (int token = 0; token < TOKENS; token++) sums[vector][token] += splat(inner[token][j]) * weights;
-    }
-  }
-  std::memcpy(out, sums, sizeof sums);
-}
-
-// Add the vectors `span` of a layer's outputs. The results of vector i begin at y_start + i * y_step; the layer has
-// `size` outputs, all of whose vectors have room if `is_padded`.
-template <class T>
-void expand_vectors(const AdaptedRows<T>& rows, const Group<T>& group, int64_t layer, Span span, int64_t y_start,
-                    int64_t y_step, bool is_padded) {
+// Call visit(unit) for all units of a batch, in the order in which A is stored.
+template <class T, class Visit>
+void for_units(const AdaptedRows<T>& rows, Visit&& visit) {
   const CAdapterSite& site = rows.site;
-  int64_t size = site.sizes[layer];
-  auto tile = [&](int64_t vector, int64_t token, auto num_vectors, auto num_tokens) {
-    const float* inner[num_tokens()];
-    for (int i = 0; i < num_tokens(); i++)
-      inner[i] = rows.inner + (token + i) * inner_size(site) + layer * site.max_rank;
-    Floats sums[num_vectors()][num_tokens()];
-    sum_tile<T, num_vectors(), num_tokens()>(group.b + vector * group.rank * LANES, group.rank, inner, sums);
-    for (int i = 0; i < num_vectors(); i++)
-      for (int row = 0; row < num_tokens(); row++) {
-        float* y = rows.y + rows.batch.adapter_tokens[token + row] * rows.y_stride + y_start + (vector + i) * y_step;
-        int64_t count = is_padded ? LANES : std::min<int64_t>(LANES, size - (vector + i) * LANES);
-        if (count == LANES) store(y, load(y) + sums[i][row]);
-        else store_some(y, load_some(y, count) + sums[i][row], count);
+  for (int64_t i = 0; i < rows.batch.num_adapter_groups; i++)
+    for (int64_t layer = 0; layer < site.num_layers; layer++) {
+      int64_t slot = rows.batch.adapter_slots[i], entry = slot * site.num_layers + layer, rank = site.ranks[entry];
+      const T* a = static_cast<const T*>(site.a) + entry * site.max_rank * site.a_stride;
+      for (int64_t row = 0; row < rank;) {
+        int num_rows = ROW_BLOCK;
+        while (row + num_rows > rank) num_rows /= 2;
+        Span all{rows.batch.adapter_offsets[i], rows.batch.adapter_offsets[i + 1]};
+        for (int64_t token = all.begin; token < all.end; token += UNIT_TOKENS)
+          visit(Unit<T>{a + row * site.a_stride, num_rows, site.scales[entry],
+                        {token, std::min(token + UNIT_TOKENS, all.end)}, layer * site.max_rank + row});
+        row += num_rows;
       }
-  };
-  std::integral_constant<int, TILE> many;
-  std::integral_constant<int, 1> one;
-  for (int64_t vector = span.begin; vector < span.end;) {
-    bool many_vectors = vector + TILE <= span.end;
-    for (int64_t token = group.tokens.begin; token < group.tokens.end;) {
-      bool many_tokens = token + TILE <= group.tokens.end;
-      if (many_vectors && many_tokens) tile(vector, token, many, many);
-      else if (many_vectors) tile(vector, token, many, one);
-      else if (many_tokens) tile(vector, token, one, many);
-      else tile(vector, token, one, one);
-      token += many_tokens ? TILE : 1;
     }
-    vector += many_vectors ? TILE : 1;
+}
+
+// ---- B (A x)
+
+inline Floats part_of(Pairs<float> pair, int) { return pair.values; }
+inline Floats part_of(Pairs<Bf16> pair, int part) {
+  Words words = part ? pair.words & 0xffff0000u : pair.words << 16;
+  Floats values;
+  std::memcpy(&values, &words, sizeof values);
+  return values;
+}
+
+// Add the sum over the rank of inner[token][j] * b[j] to sums[tokens[token]], for VECTORS * 16 outputs.
+// b: [VECTORS][pairs][16]; sums: rows of PANEL
+template <class T, int VECTORS, int TOKENS>
+inline void expand_tile(const T* b, int64_t rank, const float* inner, int64_t inner_stride, const int32_t* tokens,
+                        float* sums) {
+  int64_t pairs = divide_up(rank, PAIR<T>);
+  Floats total[VECTORS][TOKENS];
+#pragma GCC unroll 16
+  for (int vector = 0; vector < VECTORS; vector++)
+#pragma GCC unroll 16
+    for (int token = 0; token < TOKENS; token++)
+      total[vector][token] = load(sums + tokens[token] * int64_t(PANEL) + vector * LANES);
+  auto add = [&](const T* at, const float* factors, auto parts) {
+#pragma GCC unroll 16
+    for (int vector = 0; vector < VECTORS; vector++) {
+      Pairs<T> weights = load_pairs(at + vector * pairs * LANES * PAIR<T>);
+#pragma GCC unroll 16
+      for (int part = 0; part < parts(); part++) {
+        Floats values = part_of(weights, part);
+#pragma GCC unroll 16
+        for (int token = 0; token < TOKENS; token++)
+          total[vector][token] += values * factors[token * inner_stride + part];
+      }
+    }
+  };
+  for (int64_t j = 0; j + PAIR<T> <= rank; j += PAIR<T>, b += LANES * PAIR<T>) add(b, inner + j, Constant<PAIR<T>>{});
+  if (rank % PAIR<T>) add(b, inner + rank - 1, Constant<1>{});
+#pragma GCC unroll 16
+  for (int vector = 0; vector < VECTORS; vector++)
+#pragma GCC unroll 16
+    for (int token = 0; token < TOKENS; token++)
+      store(sums + tokens[token] * int64_t(PANEL) + vector * LANES, total[vector][token]);
+}
+
+template <class T, int VECTORS>
+void expand_tokens(const T* b, const AdapterPiece<T>& piece, float* sums) {
+  int64_t token = 0;
+  for (; token + EXPAND_TOKENS <= piece.num_tokens; token += EXPAND_TOKENS)
+    expand_tile<T, VECTORS, EXPAND_TOKENS>(b, piece.rank, piece.inner + token * piece.inner_stride, piece.inner_stride,
+                                           piece.tokens + token, sums);
+  for (; token < piece.num_tokens; token++)
+    expand_tile<T, VECTORS, 1>(b, piece.rank, piece.inner + token * piece.inner_stride, piece.inner_stride,
+                               piece.tokens + token, sums);
+}
+
+// The same for a vector that has lanes from `column` on, which is no multiple of 16. Other panels have the others.
+template <class T>
+void expand_across(const T* b, const AdapterPiece<T>& piece, int64_t column, float* sums) {
+  for (int64_t token = 0; token < piece.num_tokens; token++) {
+    float results[LANES] = {};
+    int32_t row = 0;
+    expand_tile<T, 1, 1>(b, piece.rank, piece.inner + token * piece.inner_stride, piece.inner_stride, &row, results);
+    for (int64_t lane = std::max<int64_t>(-column, 0); lane < std::min<int64_t>(LANES, PANEL - column); lane++)
+      sums[piece.tokens[token] * PANEL + column + lane] += results[lane];
   }
 }
 
 }  // namespace
 
 int64_t adapter_scratch_size(const CMultiply& args, int64_t num_tokens) {
-  int64_t before_gate = is_gated(args.epilogue) ? num_tokens * gated_size(args) : 0;
-  return round_up(num_tokens * inner_size(*args.adapters), LANES) + before_gate;
+  return num_tokens * inner_size(*args.adapters);
 }
 
 template <class T>
-AdaptedRows<T>::AdaptedRows(const CMultiply& args, const CBatch& batch, int64_t num_tokens, void* out,
-                            int64_t out_stride)
-    : args(args),
-      site(*args.adapters),
-      batch(batch),
-      num_tokens(num_tokens),
-      inner(batch.adapter_scratch),
-      y(static_cast<float*>(out)),
-      y_stride(out_stride) {
-  if (is_gated(args.epilogue)) {
-    y = inner + round_up(num_tokens * inner_size(site), LANES);
-    y_stride = gated_size(args);
+AdaptedRows<T>::AdaptedRows(const CMultiply& args, const CBatch& batch)
+    : site(*args.adapters), batch(batch), is_gated(eagleray::is_gated(args.epilogue)), inner(batch.adapter_scratch) {}
+
+template <class T>
+void shrink(const Shard& shard, const AdaptedRows<T>& rows, const T* x, int64_t x_stride) {
+  int64_t total = 0;
+  for_units(rows, [&](const Unit<T>& unit) { total += unit.cost(); });
+
+  // The units in order are a line of length `total`. The shard computes those that begin in its range. Each prefetches
+  // the next one.
+  int64_t at = 0, begin = total * shard.index / shard.count, end = total * (shard.index + 1) / shard.count;
+  Unit<T> pending{};
+  for_units(rows, [&](const Unit<T>& unit) {
+    if (begin <= at && at < end) {
+      if (pending.a) compute_unit(rows, pending, x, x_stride, unit.a);
+      pending = unit;
+    }
+    at += unit.cost();
+  });
+  if (pending.a) compute_unit(rows, pending, x, x_stride, pending.a);
+}
+
+template <class T>
+AdaptedBlock<T>::AdaptedBlock(const AdaptedRows<T>& rows, Span block) : rows(rows), begin(block.begin) {
+  const CAdapterSite& site = rows.site;
+  const CBatch& batch = rows.batch;
+  int64_t b_start = 0;
+  for (int64_t layer = 0; layer < site.num_layers; layer++) {
+    for (int64_t i = 0; i < batch.num_adapter_groups; i++) {
+      int64_t slot = batch.adapter_slots[i], rank = site.ranks[slot * site.num_layers + layer];
+      const int32_t *all = batch.adapter_tokens, *last = all + batch.adapter_offsets[i + 1];
+      const int32_t* first = std::lower_bound(all + batch.adapter_offsets[i], last, block.begin);  // they ascend
+      int64_t count = std::lower_bound(first, last, block.end) - first;
+      if (rank == 0 || count == 0) continue;
+      const T* b = static_cast<const T*>(site.b) + slot * site.b_stride + b_start * round_up(site.max_rank, PAIR<T>);
+      const float* inner = rows.inner + (first - all) * inner_size(site) + layer * site.max_rank;
+      pieces.push_back({layer, b, rank, LANES * round_up(rank, PAIR<T>), inner, inner_size(site), first, count});
+    }
+    b_start += round_up(site.sizes[layer], LANES);
+  }
+}
+
+// Call visit(piece, vectors, column) for each piece in a panel: `vectors` of its layer are in the panel, and the first
+// begins at `column`, which is negative if it begins before the panel.
+template <class T>
+template <class Visit>
+void AdaptedBlock<T>::for_pieces(int64_t panel, Visit&& visit) const {
+  int64_t start = 0;  // of the layer
+  auto piece = pieces.begin();
+  for (int64_t layer = 0; layer < rows.site.num_layers; start += rows.site.sizes[layer++]) {
+    Span vectors{panel, panel + 1};
+    int64_t column = layer * LANES;
+    if (!rows.is_gated) {
+      int64_t first = panel * PANEL - start, last = std::min(first + PANEL, rows.site.sizes[layer]);  // of the layer
+      vectors = {std::max<int64_t>(first, 0) / LANES, divide_up(std::max<int64_t>(last, 0), LANES)};
+      column = vectors.begin * LANES - first;
+    }
+    for (; piece != pieces.end() && piece->layer == layer; ++piece)
+      if (vectors.begin < vectors.end) visit(*piece, vectors, column);
   }
 }
 
 template <class T>
-void shrink(const Shard& shard, const AdaptedRows<T>& rows, const T* x, int64_t x_stride) {
-  const CAdapterSite& site = rows.site;
-  int64_t num_groups = rows.batch.num_adapter_groups;
-  auto visit = [&](auto&& work) {  // the groups of all layers, with the cost of a row of A
-    for (int64_t i = 0; i < num_groups; i++)
-      for (int64_t layer = 0; layer < site.num_layers; layer++) {
-        Group<T> group(rows, i, layer, 0);
-        work(group, layer, std::max<int64_t>(group.tokens.end - group.tokens.begin, TILE));
-      }
-  };
-  int64_t total = 0;
-  visit([&](const Group<T>& group, int64_t, int64_t cost) { total += group.rank * cost; });
-
-  // The rows of all groups in order are a line of length `total`. The shard computes those that begin in its range.
-  int64_t at = 0, begin = total * shard.index / shard.count, end = total * (shard.index + 1) / shard.count;
-  visit([&](const Group<T>& group, int64_t layer, int64_t cost) {
-    auto before = [&](int64_t position) {
-      return std::min(divide_up(std::max<int64_t>(position - at, 0), cost), group.rank);
-    };
-    shrink_rows(rows, group, layer, {before(begin), before(end)}, x, x_stride);
-    at += group.rank * cost;
+void AdaptedBlock<T>::prefetch(int64_t panel, int64_t part, int64_t count) const {
+  int64_t turn = part;
+  for_pieces(panel, [&](const AdapterPiece<T>& piece, Span vectors, int64_t) {
+    if (turn-- != 0) return;
+    turn = count - 1;
+    const T *from = piece.b + vectors.begin * piece.vector_stride, *to = piece.b + vectors.end * piece.vector_stride;
+    for (; from < to; from += LANES * PAIR<T>) __builtin_prefetch(from, 0, 2);
+    asm volatile("");  // GCC omits functions that only prefetch
   });
 }
 
 template <class T>
-void expand(const Shard& shard, const AdaptedRows<T>& rows) {
-  const CAdapterSite& site = rows.site;
-  int64_t total = 0;
-  for (int64_t layer = 0; layer < site.num_layers; layer++) total += divide_up(site.sizes[layer], LANES);
-  Span own = range_of(shard, total);
-  int64_t first = 0, y_start = 0;  // the layer's first vector and output
-  for (int64_t layer = 0; layer < site.num_layers; layer++) {
-    int64_t count = divide_up(site.sizes[layer], LANES);
-    Span span{std::clamp<int64_t>(own.begin - first, 0, count), std::clamp<int64_t>(own.end - first, 0, count)};
-    for (int64_t i = 0; i < rows.batch.num_adapter_groups; i++) {
-      Group<T> group(rows, i, layer, first * LANES);
-      if (group.rank) expand_vectors(rows, group, layer, span, y_start, LANES, false);
+void AdaptedBlock<T>::expand(int64_t panel, float* sums) const {
+  sums -= begin * PANEL;
+  for_pieces(panel, [&](const AdapterPiece<T>& piece, Span vectors, int64_t column) {
+    const T* b = piece.b + vectors.begin * piece.vector_stride;
+    int64_t count = vectors.end - vectors.begin;
+    if (column % LANES == 0) {
+      if (count == 2) expand_tokens<T, 2>(b, piece, sums + column);
+      else expand_tokens<T, 1>(b, piece, sums + column);
+      return;
     }
-    first += count;
-    y_start += site.sizes[layer];
-  }
-}
-
-template <class T>
-void expand_and_gate(const Shard& shard, const AdaptedRows<T>& rows, T* out, int64_t out_stride) {
-  const CMultiply& args = rows.args;
-  int64_t inner = args.n / 2, count = divide_up(inner, LANES);
-  Span own = range_of(shard, count);
-  for (int64_t layer = 0; layer < 2; layer++)
-    for (int64_t i = 0; i < rows.batch.num_adapter_groups; i++) {
-      Group<T> group(rows, i, layer, layer * count * LANES);
-      if (group.rank) expand_vectors(rows, group, layer, own, layer * LANES, 2 * LANES, true);
-    }
-  for (int64_t row = 0; row < rows.num_tokens; row++)
-    for (int64_t vector = own.begin; vector < own.end; vector++) {
-      const float* y = rows.y + row * rows.y_stride + vector * 2 * LANES;
-      int64_t first = vector * LANES, size = std::min<int64_t>(LANES, inner - first);
-      Floats gate = load(y), up = load(y + LANES);
-      if (args.bias) {
-        gate += load_some(args.bias + first, size);
-        up += load_some(args.bias + inner + first, size);
-      }
-      Floats result = apply_gate(args.epilogue, args.swiglu, gate, up);
-      T* to = out + row * out_stride + first;
-      if (size == LANES) store(to, result);
-      else store_some(to, result, size);
-    }
+    for (int64_t i = 0; i < count; i++) expand_across(b + i * piece.vector_stride, piece, column + i * LANES, sums);
+  });
 }
 
 template struct AdaptedRows<float>;
 template struct AdaptedRows<Bf16>;
+template class AdaptedBlock<float>;
+template class AdaptedBlock<Bf16>;
 template void shrink(const Shard&, const AdaptedRows<float>&, const float*, int64_t);
 template void shrink(const Shard&, const AdaptedRows<Bf16>&, const Bf16*, int64_t);
-template void expand(const Shard&, const AdaptedRows<float>&);
-template void expand(const Shard&, const AdaptedRows<Bf16>&);
-template void expand_and_gate(const Shard&, const AdaptedRows<float>&, float*, int64_t);
-template void expand_and_gate(const Shard&, const AdaptedRows<Bf16>&, Bf16*, int64_t);
 
 }  // namespace eagleray
 

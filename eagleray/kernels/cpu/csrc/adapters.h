@@ -1,42 +1,67 @@
 // Low-rank adapters of a product: y += scale * B (A x) for the tokens that have one.
 //
-// The tokens of an adapter are computed together, so that its factors are read once. All sums are float32, and each runs
-// in an order that depends on its own token and adapter only.
+// The tokens of an adapter are computed together, so that its factors are read once. A x is computed before the
+// product. B (A x) is added to the sums of each panel while they are in the first-level cache; its factors come from
+// memory while the panel is multiplied. All sums are float32, and each runs in an order that depends on its own token
+// and adapter only.
 #pragma once
+
+#include <vector>
 
 #include "product.h"
 
 namespace eagleray {
 
-// The floats of scratch for a product of `num_tokens` tokens: A x of the tokens with adapters; if the product is gated,
-// the results before the gate follow, [num_tokens, 2 * inner rounded up to a multiple of 16].
+// The floats of scratch for a product of `num_tokens` tokens.
 int64_t adapter_scratch_size(const CMultiply& args, int64_t num_tokens);
 
 // The tokens of a batch to whose product adapters are added.
 template <class T>
 struct AdaptedRows {
-  const CMultiply& args;
   const CAdapterSite& site;
   const CBatch& batch;
-  int64_t num_tokens;
+  bool is_gated;
   float* inner;  // [tokens with adapters, num_layers, max_rank] scale * A x, in the order of batch.adapter_tokens
-  float* y;      // [num_tokens, outputs] the product before the gate
-  int64_t y_stride;
 
-  // out: the result of a product that is not gated
-  AdaptedRows(const CMultiply& args, const CBatch& batch, int64_t num_tokens, void* out, int64_t out_stride);
+  AdaptedRows(const CMultiply& args, const CBatch& batch);
 };
 
 // Compute the shard's part of A x. x: [num_tokens, k]
 template <class T>
 void shrink(const Shard& shard, const AdaptedRows<T>& rows, const T* x, int64_t x_stride);
 
-// Add the shard's part of B (A x).
+// The tokens of one adapter in a block of rows, and one of its factors B.
 template <class T>
-void expand(const Shard& shard, const AdaptedRows<T>& rows);
+struct AdapterPiece {
+  int64_t layer;
+  const T* b;             // [outputs / 16, vector_stride]
+  int64_t rank;
+  int64_t vector_stride;
+  const float* inner;     // [num_tokens, inner_stride] scale * A x
+  int64_t inner_stride;
+  const int32_t* tokens;  // [num_tokens]
+  int64_t num_tokens;
+};
 
-// Add the shard's part of B (A x) to the product before the gate, and the bias, and apply the gate to all tokens.
+// The tokens with adapters in a block of rows.
 template <class T>
-void expand_and_gate(const Shard& shard, const AdaptedRows<T>& rows, T* out, int64_t out_stride);
+class AdaptedBlock {
+ public:
+  AdaptedBlock(const AdaptedRows<T>& rows, Span block);
+
+  // Prefetch the factors that `expand` reads for a panel, one of `count` parts of them.
+  void prefetch(int64_t panel, int64_t part, int64_t count) const;
+
+  // Add B (A x) to the results of a panel, sums [rows of the block, PANEL].
+  void expand(int64_t panel, float* sums) const;
+
+ private:
+  template <class Visit>
+  void for_pieces(int64_t panel, Visit&& visit) const;
+
+  const AdaptedRows<T>& rows;
+  int64_t begin;
+  std::vector<AdapterPiece<T>> pieces;  // layer by layer
+};
 
 }  // namespace eagleray

@@ -6,12 +6,14 @@
 #include "product.h"
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
 
+#include "adapters.h"
 #include "product_tile.h"
 
 namespace eagleray {
@@ -51,6 +53,7 @@ class Block {
       x[row] = product.x + source * product.x_stride;
     }
     if (is_interleaved()) interleave_tiles();
+    if (product.adapters) adapters.emplace(*product.adapters, rows);
   }
 
   // Compute panel after panel. A long k is divided into parts; each part is computed for a few panels, whose sums are
@@ -77,6 +80,7 @@ class Block {
   const Product<T>& product;
   int64_t begin, num_rows, num_tiles, num_pairs;
   const T* x[MAX_ROWS];  // the rows; if interleaved, the entry of a tile's first row points to the whole tile
+  std::optional<AdaptedBlock<T>> adapters;
 
   Span rows_of(int64_t tile) const { return {num_rows * tile / num_tiles, num_rows * (tile + 1) / num_tiles}; }
   bool is_interleaved() const { return num_tiles > FEW_TILES; }
@@ -117,11 +121,20 @@ class Block {
         __builtin_prefetch(results(row, panel), 1);
         __builtin_prefetch(results(row, panel) + 64, 1);
       }
+      if (last && adapters) adapters->prefetch(panel, tile, num_tiles);
       choose_tile<T>(rows.end - rows.begin, is_interleaved())(x + rows.begin, pairs.begin * PAIR<T>, from, count, to,
                                                               pairs.begin > 0, prefetch);
-      if (last && is_gated(product.epilogue)) finish_gated(panel, rows, to);
-      else if (last) finish_sums(panel, rows, to);
+      if (last && !adapters) finish(panel, rows, to);
     }
+    if (last && adapters) {  // for all tiles together, so that the factors are read once
+      adapters->expand(panel, sums);
+      finish(panel, {0, num_rows}, sums);
+    }
+  }
+
+  void finish(int64_t panel, Span rows, const float* sums) const {
+    if (is_gated(product.epilogue)) finish_gated(panel, rows, sums);
+    else finish_sums(panel, rows, sums);
   }
 
   void finish_sums(int64_t panel, Span rows, const float* sums) const {

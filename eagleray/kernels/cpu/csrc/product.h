@@ -14,6 +14,9 @@ namespace eagleray {
 
 constexpr int PANEL = 32;  // outputs of a panel
 
+template <class T>
+struct AdaptedRows;
+
 // The number of elements of a packed weight of n outputs. Its address should be a multiple of 64, best in huge pages.
 template <class T>
 int64_t packed_size(int64_t n, int64_t k);
@@ -56,6 +59,7 @@ struct Product {
   CClampedSwiglu swiglu;
   void* y;
   int64_t y_stride;
+  const AdaptedRows<T>* adapters = nullptr;  // are added to the results before the bias; null: none
 };
 
 // Compute the shard's part of a product. Shards do not wait for each other.

@@ -52,28 +52,16 @@ class Program {
   }
 
   void multiply(const CMultiply& args) const {
-    if (args.adapters && batch_.num_adapter_groups) return multiply_with_adapters(args);
     Product<T> product{rows<T>(args.x), stride(args.x), nullptr, num_tokens_, static_cast<const T*>(args.weight),
                        args.n, args.k, args.bias, args.epilogue, args.swiglu, rows<void>(args.out), stride(args.out)};
+    if (!args.adapters || !batch_.num_adapter_groups)
+      return team_.for_each_shard([&](Shard shard) { eagleray::multiply(shard, product); });
+    AdaptedRows<T> adapted(args, batch_);
+    product.adapters = &adapted;
+    team_.for_each_shard([&](Shard shard) { shrink(shard, adapted, product.x, product.x_stride); });
     team_.for_each_shard([&](Shard shard) { eagleray::multiply(shard, product); });
   }
 
-  // If the product is gated, its results before the gate are kept, so that the adapters are added to them.
-  void multiply_with_adapters(const CMultiply& args) const {
-    bool gated = is_gated(args.epilogue);
-    AdaptedRows<T> adapted(args, batch_, num_tokens_, rows<void>(args.out), stride(args.out));
-    Product<T> product{rows<T>(args.x), stride(args.x), nullptr, num_tokens_, static_cast<const T*>(args.weight),
-                       gated ? adapted.y_stride : args.n, args.k, gated ? nullptr : args.bias,
-                       gated ? int64_t(EPILOGUE_STORE) : args.epilogue, args.swiglu, adapted.y, adapted.y_stride};
-    team_.for_each_shard([&](Shard shard) {
-      eagleray::multiply(shard, product);
-      shrink(shard, adapted, rows<T>(args.x), stride(args.x));
-    });
-    team_.for_each_shard([&](Shard shard) {
-      if (gated) expand_and_gate(shard, adapted, rows<T>(args.out), stride(args.out));
-      else expand(shard, adapted);
-    });
-  }
 
   void attend(const CAttend& args) const {
     T* cache = static_cast<T*>(args.cache);
