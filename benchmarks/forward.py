@@ -56,7 +56,7 @@ def main() -> None:
         seed=None,
         on_progress=None,
     )
-    batch = _batch(arguments.rows, arguments.tokens, arguments.context)
+    batch = make_batch(arguments.rows, arguments.tokens, arguments.context)
     num_blocks = int(batch.block_table.max()) + 1
     cache = KVCache.allocate(
         model.cache_shape(BLOCK), num_blocks=num_blocks, dtype=model.dtype, device=torch.device("cpu")
@@ -92,7 +92,7 @@ def main() -> None:
         print(f"{name:<24}{1e3 * seconds:10.3f} ms {rate}")
 
 
-def _batch(rows: int, tokens: int, context: int) -> ForwardBatch:
+def make_batch(rows: int, tokens: int, context: int) -> ForwardBatch:
     lengths = context + tokens
     blocks = -(-lengths // BLOCK)
     table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
