@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
@@ -122,6 +123,54 @@ def make_checkpoint(
     if tokenizer:
         write_tokenizer(directory, vocab_size=config.vocab_size)
     return directory
+
+
+def make_pooling_checkpoint(
+    directory: Path,
+    family: str,
+    *,
+    num_labels: int = 0,
+    tokenizer: bool = True,
+    modules: Mapping[str, str] | None = None,
+    is_prefixed: bool = True,
+    **config_overrides: Any,
+) -> Path:
+    """Write a checkpoint without a head, or with one of `num_labels` labels, and return the directory.
+
+    `modules`: the mode of pooling and other modules as sentence-transformers writes them, such as `{"Pooling": "mean"}`
+    and `{"Normalize": ""}`; None: no modules.json. `is_prefixed`: whether the names of tensors have the prefix that
+    those of models with a head have.
+    """
+    config_class, _ = CLASSES[family]
+    labels = {"num_labels": num_labels} if num_labels else {}
+    config = config_class(**{**COMMON, **SPECIAL[family], "pad_token_id": 0, **labels, **config_overrides})
+    auto_class = transformers.AutoModelForSequenceClassification if num_labels else transformers.AutoModel
+    with _seeded(0):
+        model = auto_class.from_config(config).float().eval()
+        _vary(model)
+    with _quiet():
+        model.save_pretrained(directory)
+    if is_prefixed and not num_labels:
+        path = directory / "model.safetensors"
+        save_file({f"model.{name}": weight for name, weight in load_file(path).items()}, path, {"format": "pt"})
+    if tokenizer:
+        write_tokenizer(directory, vocab_size=config.vocab_size)
+    if modules is not None:
+        _write_modules(directory, modules)
+    return directory
+
+
+def _write_modules(directory: Path, modules: Mapping[str, str]) -> None:
+    entries = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    for index, (kind, mode) in enumerate(modules.items(), 1):
+        path = f"{index}_{kind}"
+        entries.append({"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"})
+        if kind == "Pooling":
+            (directory / path).mkdir()
+            names = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+            fields = {f"pooling_mode_{name}": name.startswith(mode) for name in names}
+            (directory / path / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **fields}))
+    (directory / "modules.json").write_text(json.dumps(entries))
 
 
 def edit_config(directory: Path, *remove: str, **fields: Any) -> None:

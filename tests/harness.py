@@ -19,6 +19,7 @@ from eagleray.config.build import build_config
 from eagleray.engine.startup import start_engine
 from eagleray.executor.choose import open_executor
 from eagleray.identity import ClientId, EngineId
+from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.requests import Abort, Generate
 from eagleray.messages.sampling import Sampling, Stopping
@@ -26,7 +27,15 @@ from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 START_SECONDS = 120.0
 CLIENT = ClientId("test", 0)
-REQUEST_FIELDS = ("priority", "cache_salt", "output_token_ids", "prompt_logprobs_from", "is_suspect", "adapter")
+REQUEST_FIELDS = (
+    "priority",
+    "cache_salt",
+    "output_token_ids",
+    "prompt_logprobs_from",
+    "is_suspect",
+    "adapter",
+    "pools",
+)
 
 
 @dataclass
@@ -39,6 +48,7 @@ class Answer:
     finish_reason: str | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    pooled: Array | None = None
     was_announced: bool = False
     """Whether the start of the request was announced, as for a suspect."""
     error: str | None = None
@@ -112,6 +122,7 @@ class LocalEngine:
             answer.logprobs += chunk.logprobs
             if chunk.prompt_logprobs is not None:
                 answer.prompt_logprobs.append(chunk.prompt_logprobs)
+            answer.pooled = chunk.pooled
             answer.num_cached_tokens += chunk.num_cached_tokens
             answer.was_announced |= chunk.is_started
             answer.finish_reason = chunk.finish_reason

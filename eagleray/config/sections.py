@@ -50,6 +50,27 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "none"],
         Meta(description="auto: default sampling parameters come from the model's generation_config.json."),
     ] = "auto"
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        Meta(
+            description="generate: continue prompts. pooling: return one vector for each prompt, an embedding or the "
+            "scores of a classifier. auto: pooling if the checkpoint's architecture or its modules.json asks for it."
+        ),
+    ] = "auto"
+    convert: Annotated[
+        Literal["auto", "none", "embed", "classify"],
+        Meta(
+            description="Vector of a pooling model. embed: the hidden state behind the last norm. classify: the output "
+            "of the checkpoint's `score` head. auto: classify if the checkpoint has that head, else embed."
+        ),
+    ] = "auto"
+    pooler_config: Annotated[
+        dict[str, Any],
+        Meta(
+            description="How a pooling model pools, as JSON: `pooling_type` (LAST, MEAN or CLS) and `use_activation`. "
+            "Default: as modules.json says, else the last token, with normalized embeddings."
+        ),
+    ] = {}
     chat_template: Annotated[
         str | None, Meta(description="File with a Jinja chat template to use in place of the model's.")
     ] = None

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
+from eagleray.config.pooling import find_pooling
 from eagleray.config.resolve import cache_bytes, expert_engines, steps_in_flight
 from eagleray.config.sections import Config
 from eagleray.engine.core import EngineCore
@@ -64,6 +65,7 @@ def start_engine(
     loaded = call(LoadModel(), ModelLoaded)
     check_kernels(loaded)
     routing = _routing(config, loaded)
+    pooling = find_pooling(config.model)
     model = loaded[0]
     budget = config.scheduling.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device]
     num_blocks = config.cache.num_kv_blocks
@@ -88,12 +90,14 @@ def start_engine(
         max_model_len=model.max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
+        # What is cached are keys and values, not the hidden states that such a model needs of every token.
+        enable_prefix_caching=config.cache.enable_prefix_caching and not (pooling and pooling.needs_all_tokens),
         policy=config.scheduling.scheduling_policy,
         num_stages=config.parallel.pipeline_parallel_size,
         vocab_size=model.vocab_size,
         routing=routing,
         num_adapter_slots=config.lora.num_slots,
+        pools=pooling is not None,
     )
     info = EngineInfo(
         architecture=model.architecture,
@@ -102,6 +106,8 @@ def start_engine(
         block_size=block_size,
         num_kv_blocks=num_blocks,
         has_experts=_has_experts(loaded),
+        pooling=pooling,
+        hidden_size=model.hidden_size,
         routing=routing,
     )
     shares_experts = expert_engines(config) > 1

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from eagleray.config.pooling_spec import PoolingSpec
 from eagleray.identity import MemberId
 from eagleray.messages.arrays import Array
 
@@ -49,6 +50,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one cache block."""
     num_kv_blocks: int
     has_experts: bool = False
+    pooling: PoolingSpec | None = None
+    """What a request gets of a pooling model; None for a model that generates."""
+    hidden_size: int = 0
+    """Number of features of an embedding."""
     routing: RoutingInfo | None = None
     """None if requests cannot ask for routed experts."""
 

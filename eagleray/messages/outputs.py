@@ -58,6 +58,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] = []
     """Log-probabilities of each of `token_ids` if the request asked for them, else empty."""
     prompt_logprobs: PromptLogprobs | None = None
+    pooled: Array | None = None
+    """float32 [size] Vector of the prompt with a pooling model, in the last chunk: the pooled hidden state as it is, or
+    the outputs of the classifier's head before any activation."""
     routed_experts: bytes = b""
     """[num_tokens, num_moe_layers, top_k], if the request asked for it: the experts of the computed tokens after those
     of earlier chunks, from the likeliest to the least, by the model's own numbers. See `RoutingInfo.rows`. They are

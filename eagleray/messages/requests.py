@@ -9,7 +9,11 @@ from eagleray.messages.sampling import Sampling, Stopping
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Generate a continuation of this prompt. The engine replies with `Chunk`s until one has a finish reason."""
+    """Generate a continuation of this prompt. The engine replies with `Chunk`s until one has a finish reason.
+
+    An engine with a pooling model computes the prompt alone, and replies with its vector. Sampling and stopping mean
+    nothing then, except that `max_tokens` is 1.
+    """
 
     request_id: str
     """Id, unique among the requests of its client."""
@@ -37,6 +41,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     """Whether several engines exited while this request ran on them. The engine runs one suspect at a time and
     announces its start (a `Chunk` with `is_started`, sent before its first step), so that its client knows which one it
     was."""
+    pools: bool = False
+    """Whether the request is one for a pooling model, see `EngineInfo.pooling`."""
     announce_start: bool = False
     """Whether to announce the start as for a suspect, although the request may run among others."""
 

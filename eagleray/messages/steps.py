@@ -50,7 +50,8 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One step: a worker applies `freed_rows`, then `new_rows`, then `new_blocks`, then computes the tokens of `rows`.
 
-    A row whose last known token is computed samples the next one, which becomes known. Every row named by
+    A row whose last known token is computed samples the next one, which becomes known; with a pooling model, its vector
+    is reported. Every row named by
     `freed_rows`, `new_rows` or `new_blocks` is in a valid state afterwards; `rows` has no duplicates, and is empty only
     in an engine that steps together with others.
     """
@@ -89,8 +90,8 @@ class RowFailure(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Result of a step. A row is in exactly one of `rows` and `failures`, or in neither while its prompt is still being
-    computed."""
+    """Result of a step. A row is in exactly one of `rows`, `pooled` and `failures`, or in none while its prompt is
+    being computed."""
 
     step: int
     rows: list[int]
@@ -101,6 +102,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Log-probabilities by row, for the rows that asked for them."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """Log-probabilities of the prompt positions computed in this step, by row, for the rows that asked for them."""
+    pooled: dict[int, Array] = {}
+    """float32 [size] Vector of each row whose prompt is complete, by row, with a pooling model: features of the pooled
+    hidden state, or the outputs of a classifier's head."""
     failures: list[RowFailure] = []
     routed_experts: Array | None = None
     """[tokens of the plan's `capture_rows`, in its order; num_moe_layers; top_k] The experts of each token, by the
@@ -204,6 +208,8 @@ class ModelLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_experts: int = 0
     top_k: int = 0
     """Number of experts of a token; 0 for a model without experts."""
+    hidden_size: int = 0
+    """Number of features of a hidden state."""
 
 
 class MeasureMemory(msgspec.Struct, frozen=True, tag=True):

@@ -44,6 +44,9 @@ LOGIT_COPIES = 4
 """Copies of a step's logits that exist at once while tokens are chosen."""
 
 
+LABEL_HEAD = "score.weight"
+"""The head of a classifier, which has no bias."""
+
 FAMILIES: dict[str, type[Model]] = {}
 """The families that have been imported, by the architecture's name in config.json."""
 
@@ -103,6 +106,7 @@ class Model(ABC):
         self._is_first_stage = part.mesh.is_first_stage
         self._layers = [self.make_layer(index) for index in own]
         self._norm = self._make_norm() if part.mesh.is_last_stage else None
+        self._score = self._make_score() if part.mesh.is_last_stage and spec.num_labels else None
         self.updates = ModelUpdates(
             part, find_groups=self.weight_groups, find_names=self._tensor_names, num_threads=self._num_threads
         )
@@ -139,13 +143,18 @@ class Model(ABC):
         for index in range(self.spec.num_layers):
             yield from self.make_layer(index).names()
         yield from self._make_norm().names()
+        if self.spec.num_labels:
+            yield LABEL_HEAD
 
     def may_be_dropped(self, name: str) -> bool:
         """Whether a checkpoint may have a tensor of this name, although no layer needs it: old ones hold computed
-        tables, some with tied embeddings hold the tied weight twice, and some hold draft layers, which are left out."""
+        tables, some with tied embeddings hold the tied weight twice, some hold draft layers, which are left out, and a
+        model that pools may have been made to predict tokens."""
         first, spec = self.spec.num_layers, self.spec
         drafts = tuple(f"model.layers.{index}." for index in range(first, first + spec.num_draft_layers))
-        return name.startswith(drafts) or name.endswith("rotary_emb.inv_freq") or (spec.tie_embeddings and name == HEAD)
+        if name.startswith(drafts) or name.endswith("rotary_emb.inv_freq"):
+            return True
+        return (name == HEAD and (spec.tie_embeddings or spec.pools)) or (name == LABEL_HEAD and spec.pools)
 
     @property
     def num_parameters(self) -> int:
@@ -225,7 +234,7 @@ class Model(ABC):
     def _tensor_names(self) -> TensorNames:
         layers = map(self.make_layer, range(self.spec.num_layers))
         aliases = [alias for layer in layers for alias in layer.aliases()]
-        tied = (EMBEDDING, HEAD) if self.spec.tie_embeddings else None
+        tied = (EMBEDDING, HEAD) if self.spec.tie_embeddings and not self.spec.pools else None
         return TensorNames(
             self.names(),
             aliases,
@@ -239,9 +248,15 @@ class Model(ABC):
         yield from self._layers
         if self._norm is not None:
             yield self._norm
+        if self._score is not None:
+            yield self._score
 
     def _make_norm(self) -> WeightGroup:
         return norm("model.norm", self.spec.hidden_size, self.spec.norm_eps)
+
+    def _make_score(self) -> WeightGroup:
+        weight = Param(LABEL_HEAD, (self.spec.num_labels, self.spec.hidden_size))
+        return WeightGroup([weight], lambda weights, kernels: weights.load(weight))
 
     def cache_shape(self, block_size: int) -> CacheShape:
         """Return the shape of the cache that `forward` needs, with blocks of `block_size` tokens."""
@@ -336,6 +351,7 @@ class Model(ABC):
             num_engines = groups.experts.size // mesh.tp_size
             per_token += num_engines * spec.hidden_size * (2 * self.dtype.itemsize + (2 + spec.moe.top_k) * 4)
         num_logits = spec.vocab_size if groups.is_sampling else spec.vocab_size // mesh.tp_size
+        num_logits = spec.hidden_size if spec.pools else num_logits  # the vectors of a step
         of_logits = limits.num_rows * num_logits * 4 * LOGIT_COPIES if mesh.is_last_stage else 0
         return of_pass + limits.num_tokens * per_token + of_logits
 
@@ -366,6 +382,16 @@ class Model(ABC):
             return self._gather_on_all_ranks(part)
         logits = self.groups.tp.gather(part) if self.groups.tp.size > 1 else part
         return None if logits is None else logits[:, : self.spec.vocab_size].float().contiguous()
+
+    @torch.inference_mode()
+    def score(self, pooled: Tensor) -> Tensor:
+        """Return float32 [n, num_labels] of pooled hidden states [n, hidden_size], in the last stage of a classifier,
+        or these states in float32 if the model has no head."""
+        if self._score is None:
+            return pooled.float()
+        # In plain torch and float32: a few rows and labels, whose number no kernel would have to fit.
+        weight: Tensor = self._score.operation
+        return torch.nn.functional.linear(pooled.float(), weight.float())
 
     def _gather_on_all_ranks(self, part: Tensor) -> Tensor:
         """Return the logits [n, vocab_size] of all ranks' parts, which have the same shape."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ INDEX_FILE = "model.safetensors.index.json"
 DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PACKED = "U8"
 """Dtype of encoded tensors, whose elements are not parameters themselves."""
+PREFIX = "model."
+FIRST_LAYER = "layers.0."
+HEAD_PREFIXES = ("lm_head.", "score.")
 MAX_INDEX_BYTES = 128 * 2**20
 """Bound for the size of an index. Published models with the most experts have one of about 20 MiB."""
 LENGTH_BYTES = 8
@@ -45,7 +49,15 @@ def read_headers(directory: Path) -> tuple[int, set[str]]:
                 stored = file.get_slice(name)
                 num_parameters += math.prod(stored.get_shape()) * (2 if stored.get_dtype() == PACKED else 1)
                 names.add(name)
-    return num_parameters, names
+    return num_parameters, set(full_names(names))
+
+
+def full_names(stored: Collection[str]) -> dict[str, str]:
+    """Return the stored names by the names that models have. Checkpoints without a head are often stored without the
+    prefix that all tensors but the heads' have beside a head."""
+    if not any(name.startswith(FIRST_LAYER) for name in stored):
+        return {name: name for name in stored}
+    return {name if name.startswith(HEAD_PREFIXES) else f"{PREFIX}{name}": name for name in stored}
 
 
 def header_bytes(path: Path) -> int:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagleray.errors import CheckpointError
-from eagleray.models.checkpoint_files import DTYPE_NAMES, PACKED, header_bytes, open_file, weight_files
+from eagleray.models.checkpoint_files import DTYPE_NAMES, PACKED, full_names, header_bytes, open_file, weight_files
 from eagleray.models.stored_weights import SCALES_SUFFIX, StoredWeights, WeightRules
 from eagleray.models.weights import Param
 
@@ -43,7 +44,9 @@ class CheckpointWeights(StoredWeights):
         with ExitStack() as stack:
             self._paths = weight_files(directory)
             self._files = [stack.enter_context(open_file(path)) for path in self._paths]
-            self._owners = {name: index for index, file in enumerate(self._files) for name in file.keys()}  # noqa: SIM118
+            owners = {name: index for index, file in enumerate(self._files) for name in file.keys()}  # noqa: SIM118
+            self._stored_names = full_names(owners)
+            self._owners = {name: owners[stored] for name, stored in self._stored_names.items()}
             self._bytes_read = sum(map(header_bytes, self._paths))
             self._total_bytes = self._bytes_read + sum(map(self._num_bytes, params))
             self._close = stack.pop_all().close
@@ -83,7 +86,7 @@ class CheckpointWeights(StoredWeights):
             searched = ", ".join(map(str, self._paths))
             raise CheckpointError(f"tensor {name!r} of shape {list(shape)} is missing; searched in {searched}")
         index = self._owners[name]
-        path, stored = self._paths[index], self._files[index].get_slice(name)
+        path, stored = self._paths[index], self._slice(name)
         kind = stored.get_dtype()
         expected = (PACKED,) if dtype == torch.uint8 else tuple(DTYPE_NAMES)
         if kind not in expected and not self._is_fp8(param):
@@ -96,14 +99,16 @@ class CheckpointWeights(StoredWeights):
 
     def _kind(self, name: str) -> str:
         """Return the dtype of a tensor in its file, or "" if it is missing."""
-        index = self._owners.get(name)
-        return "" if index is None else str(self._files[index].get_slice(name).get_dtype())
+        return str(self._slice(name).get_dtype()) if name in self._owners else ""
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._owners[name]].get_slice(self._stored_names[name])
 
     def _is_fp8(self, param: Param) -> bool:
         return self.rules.can_be_fp8(param) and self._kind(param.name) == FP8
 
     def _read(self, param: Param) -> Tensor:
-        stored = self._files[self._owners[param.name]].get_slice(param.name)
+        stored = self._slice(param.name)
         part: Tensor = stored[:] if param.shard is None else param.shard.of(stored)
         with self.lock:
             self._bytes_read += part.numel() * part.itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ from typing import Literal
 import torch
 
 from eagleray.config.json_files import shown
+from eagleray.config.pooling_spec import BARE, CLASSIFYING, GENERATING, PoolingSpec
 from eagleray.errors import ConfigError, EagleRayError
 from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.choose import AttentionBackend, ModelTraits, choose_backend
@@ -77,6 +79,7 @@ def load_model(
     attention_backend: AttentionBackend = "auto",
     quantization: Literal["fp8"] | None = None,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    pooling: PoolingSpec | None = None,
 ) -> Model:
     """Load the model of a checkpoint directory, or this rank's part of it by `groups`, ready to compute.
 
@@ -84,13 +87,14 @@ def load_model(
     that of `config.CacheConfig`, `attention_backend` that of `config.ExecutionConfig`; `seed` is for dummy weights.
     `on_progress` is called with the bytes read and the total bytes of this rank's part. `total_memory`: the bytes of
     the device's memory; `wait_for_memory` is called with the bytes of this rank's weights before they are loaded.
+    `pooling`: what the model pools; None: it generates.
 
     Raises `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit into the memory, cannot
     be `deterministic`, or cannot have such weights or such a cache on this device.
     """
     config = ConfigFile.read(directory)
     family = find_family(config)
-    spec = family.read_spec(config)
+    spec = _read_spec(config, family, pooling)
     _check_options(spec, experts, groups)
     if dtype == "auto":
         dtype = spec.dtype or ("float32" if load_format == "dummy" else stored_dtype(directory))
@@ -165,16 +169,38 @@ def load_model(
     return model
 
 
+def _read_spec(config: ConfigFile, family: type[Model], pooling: PoolingSpec | None) -> ModelSpec:
+    """Return the geometry with the head that the model needs. Raises `CheckpointError`."""
+    spec = family.read_spec(config)
+    if pooling is None:
+        return spec
+    if config.get("is_causal") is False:
+        config.fail("`is_causal` is false, but attention to later tokens is not supported")
+    name = config.fields["architectures"][0]
+    return replace(spec, architecture=name, pools=True, num_labels=len(pooling.labels))
+
+
 def find_family(config: ConfigFile) -> type[Model]:
-    """Return the family that config.json names. Raises `CheckpointError`."""
+    """Return the family that config.json names, with whichever head. Raises `CheckpointError`."""
     names = config.get("architectures")
     supported = ", ".join(MODULES)
     if not isinstance(names, list) or len(names) != 1:
         config.fail(f"`architectures` must name one architecture, but it is {shown(names)}; supported are {supported}")
     name = names[0]
-    if not isinstance(name, str) or name not in MODULES:
-        config.fail(f"the architecture {shown(name)} is not supported; supported are {supported}")
-    return import_family(name)
+    if not isinstance(name, str) or (generating := _with_token_head(name)) not in MODULES:
+        config.fail(
+            f"the architecture {shown(name)} is not supported; supported are {supported}, and for pooling their forms "
+            f"with {BARE} or {CLASSIFYING}"
+        )
+    return import_family(generating)
+
+
+def _with_token_head(architecture: str) -> str:
+    """Return the name of the architecture's form that predicts tokens."""
+    for end in (CLASSIFYING, BARE):
+        if architecture.endswith(end):
+            return architecture.removesuffix(end) + GENERATING
+    return architecture
 
 
 def import_family(architecture: str) -> type[Model]:

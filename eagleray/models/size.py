@@ -81,7 +81,7 @@ def _beside_experts(spec: ModelSpec) -> int:
 
 def _embeddings(spec: ModelSpec, mesh: Mesh) -> int:
     """Count the parameters of the embedding and the head, if the stage has them."""
-    count = int(mesh.is_first_stage) + int(mesh.is_last_stage)
+    count = int(mesh.is_first_stage) + int(mesh.is_last_stage and not spec.pools)
     if spec.tie_embeddings:
         count = min(count, 1)
     return count * spec.vocab_size * spec.hidden_size

@@ -103,6 +103,10 @@ class ModelSpec:
     """Rows and columns that share a scale in a checkpoint of FP8 weights."""
     num_draft_layers: int = 0
     """Layers in the checkpoint after the last one, which predict further tokens. They are not loaded."""
+    pools: bool = False
+    """Whether the model has no head that predicts tokens, because its hidden states are pooled."""
+    num_labels: int = 0
+    """Number of outputs of the head of a classifier; 0: it has none."""
 
     @property
     def is_mxfp4(self) -> bool:

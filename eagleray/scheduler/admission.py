@@ -18,14 +18,56 @@ NUM_TOKEN_IDS = 2**31
 """Number of token ids that fit the 32 bits in which workers keep them."""
 
 
-def check_admission(message: Generate, *, max_model_len: int, vocab_size: int, has_routing: bool = False) -> None:
-    """Raise `InvalidRequest` if the request can never run. `has_routing`: the engine can report routed experts."""
+POOLS_ONLY = (
+    "the model is served for pooling and does not generate: ask for embeddings or scores, or start it with `--runner "
+    "generate`, if it has a head that predicts tokens"
+)
+GENERATES_ONLY = (
+    "the model is served to generate and does not return embeddings or scores: start it with `--runner pooling`"
+)
+
+
+def check_admission(
+    message: Generate, *, max_model_len: int, vocab_size: int, has_routing: bool = False, pools: bool = False
+) -> None:
+    """Raise `InvalidRequest` if the request can never run. `has_routing`: the engine can report routed experts;
+    `pools`: it has a pooling model."""
+    if message.pools != pools:
+        raise InvalidRequest(POOLS_ONLY if pools else GENERATES_ONLY, param="model")
+    if pools:
+        _check_pooled(message, max_model_len)
+        _check_ids("the prompt's token ids", message.prompt_token_ids, vocab_size, param="prompt")
+        return
     _check_prompt(message, max_model_len)
     _check_output(message, max_model_len)
     _check_routed_experts(message, has_routing)
     _check_sampling(message.sampling, vocab_size)
     _check_ids("the prompt's token ids", message.prompt_token_ids, vocab_size, param="prompt")
     _check_ids("the output's token ids", message.output_token_ids, vocab_size, param="output_token_ids")
+
+
+def _check_pooled(message: Generate, max_model_len: int) -> None:
+    num_tokens = len(message.prompt_token_ids)
+    if num_tokens == 0:
+        raise InvalidRequest("the prompt is empty, but it needs at least one token", param="prompt")
+    if num_tokens > max_model_len:
+        raise PromptTooLong(too_long_to_pool(num_tokens, max_model_len), param="prompt")
+    if message.stopping.max_tokens != 1 or message.output_token_ids or message.sampling.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "a request for a pooling model has `max_tokens` 1, no output tokens and no log-probabilities", param="pools"
+        )
+    if message.routed_experts_from is not None:
+        raise InvalidRequest(
+            "a pooling model reports no routed experts: leave out `routed_experts_from`", param="routed_experts_from"
+        )
+
+
+def too_long_to_pool(num_tokens: int, max_model_len: int) -> str:
+    """Return the error message for a prompt of a pooling model."""
+    return (
+        f"the prompt has {num_tokens} tokens, but the model's length is {max_model_len} tokens: shorten it to at most "
+        "that"
+    )
 
 
 def _check_prompt(message: Generate, max_model_len: int) -> None:

@@ -60,6 +60,8 @@ class Request:
     """First position whose routed experts have not been delivered yet; None if the request does not want them."""
     skip_reading_prefix_cache: bool = False
     """Whether every token is computed, even if the prefix cache has some."""
+    pools: bool = False
+    """Whether the request finishes with the vector of its prompt, without any token."""
     is_suspect: bool = False
     """Whether several engines exited while the request ran on them: see `waiting.Quarantine`."""
     announce_start: bool = False
@@ -195,6 +197,7 @@ def new_request(
     max_model_len: int,
     vocab_size: int,
     has_routing: bool = False,
+    pools: bool = False,
     update: int = 0,
     num_loads: int = 0,
     adapter: AdapterInSlot | None = None,
@@ -204,8 +207,10 @@ def new_request(
     `update`: number of the last weight update. `num_loads`: number of calls of `Scheduler.on_weights_loaded`.
     `adapter`: the adapter that the request names. Raises `InvalidRequest` if the request can never run.
     """
-    check_admission(message, max_model_len=max_model_len, vocab_size=vocab_size, has_routing=has_routing)
+    check_admission(message, max_model_len=max_model_len, vocab_size=vocab_size, has_routing=has_routing, pools=pools)
     num_prompt_tokens = len(message.prompt_token_ids)
+    # The place of a token that never comes keeps a pooled prompt of full length from looking finished.
+    limit = max_model_len + pools
     return Request(
         client=message.client,
         request_id=message.request_id,
@@ -215,12 +220,13 @@ def new_request(
         arrival=arrival,
         token_ids=[*message.prompt_token_ids, *message.output_token_ids],
         num_prompt_tokens=num_prompt_tokens,
-        max_num_tokens=min(num_prompt_tokens + message.stopping.max_tokens, max_model_len),
+        max_num_tokens=min(num_prompt_tokens + message.stopping.max_tokens, limit),
         cache_salt=message.cache_salt,
         root_hash=root_hash(message.cache_salt, update, num_loads, adapter=_number_of(adapter)),
         adapter=adapter,
         prompt_logprobs_from=message.prompt_logprobs_from,
         skip_reading_prefix_cache=message.skip_reading_prefix_cache,
+        pools=message.pools,
         routed_experts_from=message.routed_experts_from,
         is_suspect=message.is_suspect,
         announce_start=message.announce_start or message.is_suspect,

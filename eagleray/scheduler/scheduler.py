@@ -18,6 +18,7 @@ from typing import Literal
 
 from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.identity import FIRST_WEIGHT_VERSION, ClientId
+from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
@@ -36,7 +37,8 @@ class Scheduler:
     """Continuous batching over one token budget: running requests come first, then waiting ones are admitted.
 
     With pipeline stages, running requests take turns: each of the steps in flight computes different requests, so that
-    every stage has work. If `routing` is given, requests may ask for the routed experts of the model.
+    every stage has work. If `routing` is given, requests may ask for the routed experts of the model. If `pools`, each
+    request finishes with the vector that the step of its last prompt token reports.
 
     Raises `ConfigError` if the cache cannot hold one sequence of `max_model_len` tokens.
     """
@@ -55,6 +57,7 @@ class Scheduler:
         vocab_size: int = NUM_TOKEN_IDS,
         routing: RoutingInfo | None = None,
         num_adapter_slots: int = 0,
+        pools: bool = False,
     ) -> None:
         if num_blocks * block_size < max_model_len:
             raise ConfigError(
@@ -68,6 +71,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._num_stages = num_stages
+        self._pools = pools
         self._has_priorities = policy == "priority"
         self._cache = KVCacheManager(
             num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
@@ -137,6 +141,7 @@ class Scheduler:
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
             has_routing=self._routed is not None,
+            pools=self._pools,
             update=self._update,
             num_loads=self._num_loads,
             adapter=self.adapters.find(request.adapter, request.adapter_number) if request.adapter else None,
@@ -281,6 +286,8 @@ class Scheduler:
                 continue
             if run.row in failures:
                 outputs.append(self._fail(run, failures[run.row], routed))
+            elif run.row in result.pooled:
+                outputs.append(self._deliver_pooled(run, result.pooled[run.row], flight.weight_version))
             elif run.row in tokens or run.row in result.prompt_logprobs or routed:
                 outputs.append(self._deliver(run, tokens.get(run.row), result, routed, flight.weight_version))
         self._release_ended_runs(flight)
@@ -299,6 +306,8 @@ class Scheduler:
         for run in runs:
             if run.is_current and run.first_step >= dropped[0].step:
                 self._preempt(run)  # its cached blocks may be among those that were never computed
+        for run in [run for run in self._running if self._pools]:
+            self._preempt(run)  # workers may have lost the hidden states of its first tokens
         for flight in dropped:
             self._release_ended_runs(flight)
         self._running.free_all_rows()
@@ -428,6 +437,12 @@ class Scheduler:
             finish_reason=finish.reason if finish else None,
             stop_token_id=finish.stop_token_id if finish else None,
         )
+
+    def _deliver_pooled(self, run: Run, vector: Array, weight_version: str) -> AddressedChunk:
+        """Finish a request with the vector of its prompt."""
+        new_version = None if weight_version == run.request.weight_version else weight_version
+        self._remove(run.request)
+        return run.request.make_chunk(pooled=vector, weight_version=new_version, finish_reason=FinishReason.STOP)
 
     def _fail(self, run: Run, failure: RowFailure, routed: bytes) -> AddressedChunk:
         self._remove(run.request)

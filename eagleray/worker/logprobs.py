@@ -18,6 +18,9 @@ from eagleray.kernels.ranking import Ranking
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.worker.token_table import Entries, IntArray
 
+PROMPT_CHUNK_SIZE = 256
+"""Prompt positions scored at once: 256 x 151,936 float32 logits are 156 MB."""
+
 CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**23}
 """Logits processed at once, which bounds the memory."""
 

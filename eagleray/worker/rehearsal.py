@@ -14,8 +14,7 @@ import torch
 from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.models.base import Model
-from eagleray.worker.logprobs import score_prompt
-from eagleray.worker.runner import PROMPT_CHUNK_SIZE
+from eagleray.worker.logprobs import PROMPT_CHUNK_SIZE, score_prompt
 from eagleray.worker.sampler import TokenSampler
 
 
@@ -33,7 +32,7 @@ def rehearse(
             batch = _batch(query_lens, seq_lens, block_size)
             model.begin_step(False, batch.num_tokens)
             hidden = model.forward(batch, cache)
-            if model.groups.mesh.is_last_stage:
+            if model.groups.mesh.is_last_stage and not model.spec.pools:
                 logits = model.logits(hidden[: max(limits.num_rows, PROMPT_CHUNK_SIZE)])
                 if logits is not None:
                     scored = logits[:PROMPT_CHUNK_SIZE]

@@ -7,7 +7,8 @@ takes the tokens of the one before from the device's memory, before the host kno
 Every rank of an engine runs every step: it updates its own rows and computes its part of the model. Either one rank
 samples and the others get the tokens from it (`TokenRelay`), or every rank of the last stage samples, and tokens travel
 between stages only (`Groups.ranks_sample_alike`). One rank reports the result; if routed experts are requested, the
-first rank of every other stage reports those of its layers.
+first rank of every other stage reports those of its layers. With a pooling model no rank samples, and the one that
+reports pools the hidden states.
 
 Engines that share experts step together: a step begins with an exchange about whether any of them has something to
 compute, and if one has, all run their layers, even without rows.
@@ -38,13 +39,11 @@ from eagleray.worker.input_batch import (
     build_inputs,
     token_indices_of,
 )
-from eagleray.worker.logprobs import score_prompt
+from eagleray.worker.logprobs import PROMPT_CHUNK_SIZE, score_prompt
+from eagleray.worker.pooler import Pooler, split_pooled
 from eagleray.worker.routed_experts import ExpertsReader
 from eagleray.worker.sampler import Sampled, SamplingStep, TokenSampler
 from eagleray.worker.token_relay import TokenRelay
-
-PROMPT_CHUNK_SIZE = 256
-"""Prompt positions scored at once: 256 x 151,936 float32 logits are 156 MB."""
 
 NOTHING_SAMPLED = Sampled([], [], {}, [])
 
@@ -64,9 +63,11 @@ class UnfinishedStep:
     routed_experts: Array | None = None
     """The experts of the rows that asked for them, if the host knows them already."""
     routed_slots: Array | None = None
+    pooled_rows: list[int] = field(default_factory=list)
+    """Rows whose vectors are reported."""
     tensors: list[Tensor] = field(default_factory=list)
-    """Results on the device: those of `sampling`, three for each of `prompts`, one of routed experts if they are read
-    from there."""
+    """Results on the device: those of `sampling`, three for each of `prompts`, the vectors of `pooled_rows` if there
+    are any, one of routed experts if they are read from there."""
     download: Download | None = None
 
     @property
@@ -99,6 +100,7 @@ class Runner:
         downloads: DownloadQueue,
         *,
         reports_logits: bool = False,
+        pooler: Pooler | None = None,
     ) -> None:
         self.num_steps = 0
         """Number of steps begun."""
@@ -119,6 +121,8 @@ class Runner:
         self._experts: ExpertsReader | None = None
         if model.trace is not None:
             self._experts = ExpertsReader(model.trace, model.groups.tp, has_sequence_shards=model.has_sequence_shards)
+        self._pooler = pooler
+        """None for a model that generates."""
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (k, first position still wanted)
 
     @property
@@ -146,6 +150,7 @@ class Runner:
             sampled = sampling.finish(list(islice(arrays, len(sampling.tensors))))
             self._rows.set_tokens(expected, _token_of_each(expected.rows, sampled))
         prompts = {row: PromptLogprobs(start, *islice(arrays, 3)) for row, start in step.prompts.items()}
+        pooled, failures = split_pooled(step.pooled_rows, next(arrays)) if step.pooled_rows else ({}, [])
         if experts is None:
             experts = next(arrays, None)
         if not self._is_reporter:
@@ -156,7 +161,8 @@ class Runner:
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
             prompt_logprobs=prompts,
-            failures=sampled.failures,
+            pooled=pooled,
+            failures=sampled.failures + failures,
             routed_experts=experts,
             routed_slots=step.routed_slots,
             any_engine_busy=step.any_engine_busy,
@@ -175,6 +181,8 @@ class Runner:
         hidden = self._model.forward(inputs.batch, self._cache)  # [num_tokens, hidden_size]
         experts = self._read_experts(step, inputs)
         prompts = self._score_prompts(step, inputs, hidden)
+        if self._pooler is not None:
+            prompts += self._pool(step, self._pooler, inputs, hidden)
         self._rows.num_computed[inputs.rows] += inputs.num_tokens
         if samples is not None:
             self._sample(step, samples, inputs, hidden)
@@ -184,14 +192,17 @@ class Runner:
             step.tensors.append(experts)
         else:
             step.routed_experts = experts
-        # Where tokens stay on the device, a step without results, too, is done when it is computed.
-        if step.tensors or (self._relay is None and self._sampler.last_tokens is not None):
+        # Where results stay on the device, a step without any, too, is done when it is computed.
+        has_results = self._pooler is not None or self._sampler.last_tokens is not None
+        if step.tensors or (self._relay is None and has_results):
             step.download = self._downloads.begin(step.tensors)
         return step
 
     def _update_rows(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
             self._sampler.free_row(row)
+            if self._pooler is not None:
+                self._pooler.free_row(row)
             self._prompt_logprobs.pop(row, None)
         for new in plan.new_rows:
             self._rows.add_row(new)
@@ -221,7 +232,7 @@ class Runner:
     def _prepare_samples(self, inputs: StepInputs) -> _Samples | None:
         """Expect the next token of every row whose last token is computed in this step, on every rank, and send what
         its choice needs to the device together with the batch. Returns None if there is no such row."""
-        if len(inputs.sampling_indices) == 0:
+        if len(inputs.sampling_indices) == 0 or self._pooler is not None:
             return None
         expected = self._rows.expect_tokens(inputs.rows[inputs.sampling_indices])
         num_samples, lines = len(expected.rows), None
@@ -258,6 +269,14 @@ class Runner:
             self._rows.set_tokens(expected, token_ids)
         else:
             self._relay.share(expected, token_ids)
+
+    def _pool(self, step: UnfinishedStep, pooler: Pooler, inputs: StepInputs, hidden: Tensor) -> list[Tensor]:
+        """Pool the hidden states of this step. Returns the vectors of the rows that are complete with it, in the one
+        tensor that is noted in the step; on ranks that report nothing, an empty list."""
+        if not self._is_reporter:
+            return []
+        step.pooled_rows, vectors = pooler.pool(inputs, self._rows.num_computed, hidden)
+        return [] if vectors is None else [vectors]
 
     def _score_prompts(self, step: UnfinishedStep, inputs: StepInputs, hidden: Tensor) -> list[Tensor]:
         """Score the prompt positions that this step's hidden states predict, for the rows that want it. Returns three

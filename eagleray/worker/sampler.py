@@ -123,6 +123,27 @@ class _KnownTokens:
         return self._sampled
 
 
+class IdleSampler(TokenSampler[HostPlan]):
+    """The sampler of a pooling model, which never chooses a token."""
+
+    last_tokens = None
+
+    def add_row(self, row: int, sampling: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """Do nothing: rows have no sampling state."""
+
+    def free_row(self, row: int) -> None:
+        """Do nothing, as `add_row`."""
+
+    def warm_up(self, num_rows: int, *, num_logprobs: int) -> None:
+        """Do nothing: there is no choice to warm up."""
+
+    def prepare(self, rows: IntArray, positions: IntArray) -> HostPlan:
+        raise RuntimeError("a pooling model has no tokens to choose")
+
+    def launch(self, logits: Tensor, plan: HostPlan, words: Tensor) -> SamplingStep:
+        raise RuntimeError("a pooling model has no tokens to choose")
+
+
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """The rows that sample in a step, in the order of the step's logits."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from eagleray.config.pooling import find_pooling
 from eagleray.config.resolve import checkpoint_dir, engine_index, engines_on_host, expert_dispatch
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
@@ -47,7 +48,7 @@ from eagleray.worker.memory import (
     wait_for_weights,
 )
 from eagleray.worker.rehearsal import rehearse
-from eagleray.worker.sampler import HostSampler, TokenSampler
+from eagleray.worker.sampler import HostSampler, IdleSampler, TokenSampler
 from eagleray.worker.sampling_state import SamplingState
 
 logger = get_logger(__name__)
@@ -167,6 +168,7 @@ class LoadedWorker:
             num_layers=model.spec.num_layers,
             num_experts=0 if moe is None else moe.num_experts,
             top_k=0 if moe is None else moe.top_k,
+            hidden_size=model.spec.hidden_size,
         )
 
     def available_bytes(self, max_num_batched_tokens: int) -> int:
@@ -267,6 +269,7 @@ class LoadedWorker:
                 attention_backend=attention_backend,
                 quantization=config.quantization,
                 kv_cache_dtype=self.setup.config.cache.kv_cache_dtype,
+                pooling=find_pooling(config),
             )
         lora = self.setup.config.lora
         if lora.enable_lora:
@@ -315,7 +318,10 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def sampler_of(model: Model, num_rows: int, reported_kind: ScoreKind = RAW_LOGPROBS) -> TokenSampler[Any]:
-    """Return the sampler of the device that computes the model. Ranks that do not sample need none on a GPU."""
+    """Return the sampler of the device that computes the model. Ranks that do not sample need none on a GPU, and those
+    of a pooling model none anywhere."""
+    if model.spec.pools:
+        return IdleSampler()
     if model.groups.is_sampling and isinstance(model.ranking, DeviceRanking):
         from eagleray.worker.device_sampler import DeviceSampler  # needs Triton, which GPUs alone have
 

@@ -12,6 +12,7 @@ from collections.abc import Collection
 import msgspec
 import numpy as np
 
+from eagleray.config.pooling import find_pooling
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, ConfigError, ExpertGroupBroken
 from eagleray.identity import WorkerId
@@ -59,6 +60,7 @@ from eagleray.worker.adapters import write_adapter
 from eagleray.worker.downloads import downloads_of
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.logprobs import ScoreKind
+from eagleray.worker.pooler import Pooler
 from eagleray.worker.prefault import CachePrefaulter
 from eagleray.worker.runner import Runner, UnfinishedStep
 from eagleray.worker.sleep import KEEPING_LEVEL, SleepableMemory
@@ -250,6 +252,7 @@ class ServingWorker:
             sampler,
             downloads_of(model.device),
             reports_logits=reported_kind.is_logits,
+            pooler=_pooler_of(loaded),
         )
         self._cache = cache
         self._memory = SleepableMemory(model, cache, limits, sampler.last_tokens)
@@ -355,6 +358,11 @@ class ServingWorker:
         self._prefaulter.close()
         self._model.close()  # before the groups, see there
         self._groups.close()
+
+
+def _pooler_of(loaded: LoadedWorker) -> Pooler | None:
+    pooling = find_pooling(loaded.setup.config.model)
+    return None if pooling is None else Pooler(loaded.model, pooling.method)
 
 
 def _layout_facts(loaded: LoadedWorker) -> tuple[object, ...]:

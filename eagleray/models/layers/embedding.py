@@ -21,11 +21,12 @@ HEAD = "lm_head.weight"
 
 
 class EmbeddingAndHead(Layer):
-    """The embedding if this is the first stage, and the head if it is the last."""
+    """The embedding if this is the first stage, and the head if it is the last. A model that pools has no head."""
 
     def __init__(self, part: ModelPart) -> None:
         spec, mesh = part.spec, part.mesh
-        own, is_tied = padded_shard(spec.vocab_size, part.tp), spec.tie_embeddings
+        own, has_head = padded_shard(spec.vocab_size, part.tp), mesh.is_last_stage and not spec.pools
+        is_tied = spec.tie_embeddings
         self._part = part
         self._embedding: WeightGroup | None = None
         self._head: WeightGroup | None = None
@@ -33,18 +34,18 @@ class EmbeddingAndHead(Layer):
         self.head: Operation | None = None
         """Maps hidden states to the logits of this rank's tokens, once the last stage has loaded it. Every rank has
         the same number of tokens, so the last ones may be padding beyond the vocabulary."""
-        if is_tied and mesh.is_first_stage and mesh.is_last_stage:
+        if is_tied and mesh.is_first_stage and has_head:
             self._tied = _group(EMBEDDING, part, own, lambda rows, kernels: kernels.tied_embedding(rows, own.start))
             return
         if mesh.is_first_stage:
             self._embedding = _group(EMBEDDING, part, own, lambda rows, kernels: kernels.embedding(rows, own.start))
-        if mesh.is_last_stage:
+        if has_head:
             name = EMBEDDING if is_tied else HEAD
             self._head = _group(name, part, own, lambda rows, kernels: kernels.linear(rows, None))
 
     def names(self) -> Iterator[str]:
         yield EMBEDDING
-        if not self._part.spec.tie_embeddings:
+        if not (self._part.spec.tie_embeddings or self._part.spec.pools):
             yield HEAD
 
     def embed(self, token_ids: HiddenStates) -> HiddenStates:

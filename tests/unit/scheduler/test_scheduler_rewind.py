@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 from scheduler_fakes import ALICE, Engine, request
 
+from eagleray.messages.requests import Generate
+from eagleray.messages.sampling import Sampling, Stopping
+from eagleray.messages.steps import StepResult
+from eagleray.scheduler.scheduler import Scheduler
+
 
 def check(engine, *request_ids):
     engine.run()
@@ -109,3 +114,35 @@ def test_rewind_run_preempted_by_next_plan_is_not_started_anew():
             assert [start.request_id for start in plan.new_rows] == ["a"]
         check(engine, "a", "b")
     assert num_seen == 1
+
+
+def test_rewind_pooled_prompts_start_again():
+    """Workers may have lost what they kept of the hidden states of an applied chunk."""
+    scheduler = Scheduler(
+        max_num_seqs=2,
+        max_num_batched_tokens=4,
+        max_model_len=16,
+        block_size=4,
+        num_blocks=8,
+        enable_prefix_caching=False,
+        policy="fcfs",
+        pools=True,
+    )
+    stopping = Stopping(max_tokens=1)
+    scheduler.add(
+        Generate(
+            request_id="a",
+            client=ALICE,
+            prompt_token_ids=list(range(10)),
+            sampling=Sampling(seed=0),
+            stopping=stopping,
+            pools=True,
+        )
+    )
+    plans = [scheduler.plan(), scheduler.plan()]
+    assert [plan.num_tokens for plan in plans] == [[4], [4]]
+    assert scheduler.apply(StepResult(step=0, rows=[], token_ids=[])) == []
+    scheduler.rewind()
+    plan = scheduler.plan()
+    assert [row.num_computed_tokens for row in plan.new_rows] == [0]
+    assert plan.num_tokens == [4]

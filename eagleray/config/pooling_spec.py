@@ -1,0 +1,36 @@
+"""What a pooling model returns for a prompt."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PoolingMethod = Literal["last", "mean", "cls"]
+Activation = Literal["none", "normalize", "softmax", "sigmoid"]
+
+GENERATING = "ForCausalLM"
+CLASSIFYING = "ForSequenceClassification"
+BARE = "Model"
+"""Ends of architectures: with the head that predicts tokens, with a head of labels, without a head."""
+
+
+class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pooling model returns for a prompt."""
+
+    kind: Literal["embed", "classify"]
+    method: PoolingMethod
+    """Hidden states that are pooled: that of the last token, the mean of all, or that of the first token."""
+    activation: Activation
+    """Function of the vector that is applied unless a request turns it off."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes, in their order, of a classifier."""
+    is_matryoshka: bool = False
+    """Whether the first features of an embedding are an embedding themselves."""
+    matryoshka_dimensions: tuple[int, ...] = ()
+    """The only numbers of features that such an embedding may be cut to; empty: any."""
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether hidden states are needed that a prefix cache cannot replace."""
+        return self.method != "last"
