@@ -99,8 +99,11 @@ class RequestBuilder:
         seconds = self._request_timeout if timeout is None else timeout
         if seconds is not None:
             check_seconds(seconds)
+        token_ids = self.tokenize(prompt, engine)
+        if params.trace_decode_token_ids:
+            params = _forced(params, engine, room=engine.max_model_len - len(token_ids))
         messages = self.make_messages(
-            self.tokenize(prompt, engine),
+            token_ids,
             params,
             engine,
             # The serial makes the id unique, so late chunks of an aborted request match no other request.
@@ -226,6 +229,7 @@ class RequestBuilder:
             logprobs=0 if params.logprobs is None and asked else params.logprobs,
             logprob_token_ids=_unique(asked),
             prompt_logprobs=params.prompt_logprobs,
+            forced_token_ids=tuple(params.trace_decode_token_ids or ()),
         )
 
     def _stopping(self, params: SamplingParams, engine: EngineInfo, *, room: int) -> Stopping:
@@ -292,6 +296,21 @@ def _sampling_of_child(sampling: Sampling, index: int) -> Sampling:
         sampling,
         seed=child_seed(sampling.seed, index),
         prompt_logprobs=sampling.prompt_logprobs if index == 0 else None,
+    )
+
+
+def _forced(params: SamplingParams, engine: EngineInfo, *, room: int) -> SamplingParams:
+    """Return the parameters by which exactly the tokens of `trace_decode_token_ids` are generated, up to `max_tokens`
+    and to the `room` in the model's length. Raises `InvalidRequest` for values that are no ids of the model."""
+    token_ids = _check_ids(params.trace_decode_token_ids, engine.vocab_size, "trace_decode_token_ids")[:room]
+    return msgspec.structs.replace(
+        params,
+        trace_decode_token_ids=token_ids,
+        max_tokens=len(token_ids) if params.max_tokens is None else min(len(token_ids), params.max_tokens),
+        min_tokens=0,
+        ignore_eos=True,
+        stop=None,
+        stop_token_ids=None,
     )
 
 

@@ -118,6 +118,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     flat_logprobs: bool = False
     """Whether outputs have log-probabilities as `FlatLogprobs`, which spares Python's garbage collector."""
 
+    trace_decode_token_ids: list[int] | None = None
+    """Token ids to generate in place of what would be sampled, with the log-probabilities that the model gives them.
+    The completion ends with the last of them; neither an end-of-sequence token nor `stop` ends it earlier. Only with
+    `n` 1."""
+
     # Of the following fields only the values that change nothing are accepted.
     stream_interval: int | None = None
     prompt_logprob_token_ids: list[int] | None = None
@@ -125,7 +130,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: Any = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
-    trace_decode_token_ids: list[int] | None = None
     extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -197,6 +201,8 @@ def _check(params: SamplingParams) -> None:
         _require(all(isinstance(text, str) and text for text in texts), name, texts, "non-empty strings")
     if params.stop_strings and not params.detokenize:
         raise InvalidRequest("stop strings need the text: leave `detokenize` on, or use `stop_token_ids`", param="stop")
+    if params.n > 1 and params.trace_decode_token_ids:
+        raise InvalidRequest("`trace_decode_token_ids` gives one completion: leave `n` at 1", param="n")
     if params.n > 1 and params.temperature == 0:
         raise InvalidRequest("n > 1 with temperature 0 would give n equal completions; set a temperature", param="n")
 
@@ -208,7 +214,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "structured_outputs": ((None,), "outputs cannot be constrained by a schema or a grammar"),
     "thinking_token_budget": ((None, -1), "`max_tokens` limits thinking and answer together"),
     "repetition_detection": ((None,), "`repetition_penalty` makes repetitions less likely"),
-    "trace_decode_token_ids": ((None, []), "tokens are always sampled; `prompt_logprobs` scores given ones"),
     "extra_args": ((None, {}), "there are no plug-ins that would read them"),
 }
 """Fields of vLLM whose features do not exist: the values that are accepted, and what there is instead."""
@@ -293,6 +298,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    forced_token_ids: tuple[int, ...] = ()
+    """Token ids that are generated in place of the drawn ones, while their log-probabilities are real."""
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

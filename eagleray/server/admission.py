@@ -73,7 +73,13 @@ class Admission:
                 )
 
     def _check_tokens(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        lists = (params.logit_bias, params.allowed_token_ids, params.stop_token_ids, params.bad_words)
+        lists = (
+            params.logit_bias,
+            params.allowed_token_ids,
+            params.stop_token_ids,
+            params.bad_words,
+            params.trace_decode_token_ids,
+        )
         num_listed = sum(len(one) for one in lists if one is not None)
         total = params.n * sum(len(prompt) + num_listed for prompt in prompts)
         if total > self._limits.max_request_tokens:

@@ -53,8 +53,10 @@ def process_logits(
             is_kept = keep_top(own, top_k, max_top_k, ranking) | is_restricted.logical_not_()
         if drops_by_weight:
             is_kept &= _keep_by_weight(own, record, scale, *cut)
-        # torch and the kernels may round an exponential differently
-        is_kept.scatter_(1, token.to(torch.int64)[:, None], True)
+        # torch and the kernels may round an exponential differently; a forced token may really have been dropped
+        at = token.to(torch.int64)[:, None]
+        is_drawn = (record[:, RecordField.NUM_FORCED] == 0)[:, None]
+        is_kept.scatter_(1, at, is_kept.gather(1, at) | is_drawn)
         out.masked_fill_(is_kept.logical_not_(), -torch.inf)
     return logits, processed
 

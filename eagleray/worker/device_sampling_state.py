@@ -259,6 +259,9 @@ def _lists_of(
     if use & SamplingFeature.LOGPROBS and sampling.logprob_token_ids:
         lists.add(RecordField.REPORTED, sampling.logprob_token_ids)
         lists.counts[RecordField.NUM_REPORTED] = len(sampling.logprob_token_ids)
+    if use & SamplingFeature.FORCED:
+        lists.add(RecordField.FORCED, sampling.forced_token_ids)
+        lists.counts[RecordField.NUM_FORCED] = len(sampling.forced_token_ids)
     sequences = [sequence for sequence in sampling.bad_words if sequence]
     if sequences:
         length = max(map(len, sequences)) - 1
@@ -288,6 +291,7 @@ def _record_of(sampling: Sampling, use: int, vocab_size: int, num_prompt_tokens:
     _put(record, RecordField.REPETITION, np.float32(sampling.repetition_penalty))
     _put(record, RecordField.FREQUENCY, np.float32(sampling.frequency_penalty))
     _put(record, RecordField.PRESENCE, np.float32(sampling.presence_penalty))
+    record[RecordField.FORCED_FROM] = num_prompt_tokens
     if use & SamplingFeature.MIN_TOKENS:
         record[RecordField.FREE_FROM] = min(num_prompt_tokens + sampling.min_tokens, MAX_POSITION)
     return record

@@ -3,7 +3,8 @@
 In the order of vLLM: raw log-probabilities; allowed ids, bad words and the ids that min_tokens forbids; bias;
 penalties; then the highest logit for greedy rows, a draw (`random_sampler`) for the others; or processed
 log-probabilities at the end. Each of these is done at once for all rows that use it, and skipped if no row of the step
-does. Driven by the runner.
+does. A row with forced tokens is treated like any other, and then gets its forced token in place of the drawn one.
+Driven by the runner.
 """
 
 from __future__ import annotations
@@ -207,9 +208,12 @@ class HostSampler(TokenSampler[HostPlan]):
             failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | failed
         if step.used & SamplingFeature.RANDOM:
             self._draw(logits, highest, step, out=chosen)
+        drawn = chosen
+        if step.used & SamplingFeature.FORCED:
+            chosen = self._force(drawn, step)
         reports: dict[int, TokenLogprobs] = {}
         if len(reported) and self._kind.is_processed:
-            reports = self._report_processed(logits, highest, reported, chosen, step)
+            reports = self._report_processed(logits, highest, reported, drawn, chosen, step)
         elif len(reported):
             reports = self._report(raw, None, reported, chosen, step)
         return gather_sampled(rows.tolist(), chosen.tolist(), reports, failed)
@@ -250,6 +254,11 @@ class HostSampler(TokenSampler[HostPlan]):
         uniforms = uniform(self._state.streams[rows], step.positions[indices])
         self._random_sampler.draw(logits, highest, indices, self._state.draw_settings(rows, uniforms), out=out)
 
+    def _force(self, drawn: Tensor, step: _Batch) -> Tensor:
+        """Return the tokens [n] with the forced ones in place of those that were drawn."""
+        indices, token_ids = self._tensors(*self._state.forced_tokens(step.rows, step.positions))
+        return drawn.index_put((indices,), token_ids)
+
     @property
     def _random_sampler(self) -> RandomSampler:
         if self._random is None:
@@ -263,12 +272,12 @@ class HostSampler(TokenSampler[HostPlan]):
         )
 
     def _report_processed(
-        self, logits: Tensor, highest: Tensor, reported: IntArray, chosen: Tensor, step: _Batch
+        self, logits: Tensor, highest: Tensor, reported: IntArray, drawn: Tensor, chosen: Tensor, step: _Batch
     ) -> dict[int, TokenLogprobs]:
         at = self._tensor(reported)
         settings = self._state.process_settings(step.rows[reported])
         adjusted = logits[at]
-        processed = self._random_sampler.process(adjusted, highest[at], settings, chosen[at])
+        processed = self._random_sampler.process(adjusted, highest[at], settings, drawn[at])
         return self._report(adjusted, processed, reported, chosen, step)
 
     def _report(

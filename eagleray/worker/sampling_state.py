@@ -35,6 +35,7 @@ class SamplingFeature(enum.IntFlag):
     BIAS = enum.auto()
     PENALTIES = enum.auto()
     LOGPROBS = enum.auto()
+    FORCED = enum.auto()
     ADJUSTED = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTIES
     """All features that change logits."""
 
@@ -62,6 +63,8 @@ class SamplingState:
         self.bias = TokenTable()
         self.reported = TokenTable()
         """Token ids of `logprob_token_ids`."""
+        self.forced: dict[int, IntArray] = {}
+        """Token ids that are generated whatever is drawn, by row."""
         self.bad_words = BadWords(num_rows)
         self.penalties = Penalties(num_rows=num_rows, vocab_size=vocab_size, device=device)
 
@@ -87,6 +90,8 @@ class SamplingState:
             self.bias.put(row, list(sampling.logit_bias), list(sampling.logit_bias.values()))
         if use & SamplingFeature.LOGPROBS:
             self.reported.put(row, sampling.logprob_token_ids)
+        if use & SamplingFeature.FORCED:
+            self.forced[row] = np.array(sampling.forced_token_ids, dtype=np.int64)
         if use & SamplingFeature.BAD_WORDS:
             self.bad_words.add_row(row, sampling.bad_words, token_ids[num_prompt_tokens:])
         if use & SamplingFeature.PENALTIES:
@@ -106,10 +111,22 @@ class SamplingState:
             self.bias.discard(row)
         if use & SamplingFeature.LOGPROBS:
             self.reported.discard(row)
+        if use & SamplingFeature.FORCED:
+            del self.forced[row]
         if use & SamplingFeature.BAD_WORDS:
             self.bad_words.free_row(row)
         if use & SamplingFeature.PENALTIES:
             self.penalties.free_row(row)
+
+    def forced_tokens(self, rows: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the indices into `rows` [n] of those that force a token at their position [n], and these tokens."""
+        forced = {
+            index: int(token_ids[number])
+            for index, row in enumerate(rows.tolist())
+            if (token_ids := self.forced.get(row)) is not None
+            and (number := int(positions[index] - self.num_prompt_tokens[row])) < len(token_ids)
+        }
+        return np.array(list(forced), dtype=np.int64), np.array(list(forced.values()), dtype=np.int64)
 
     def draw_settings(self, rows: IntArray, uniforms: npt.NDArray[np.float64]) -> DrawSettings:
         """Return the parameters of draws for `rows` [n], none of them greedy, with these uniform numbers."""
@@ -159,5 +176,6 @@ def features_of(sampling: Sampling) -> int:
         SamplingFeature.BIAS: bool(sampling.logit_bias),
         SamplingFeature.PENALTIES: is_penalised,
         SamplingFeature.LOGPROBS: sampling.logprobs is not None or bool(sampling.logprob_token_ids),
+        SamplingFeature.FORCED: bool(sampling.forced_token_ids),
     }
     return int(sum(use for use, is_used in uses.items() if is_used))

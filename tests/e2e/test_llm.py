@@ -82,6 +82,24 @@ def test_generate_several_choices_have_logprobs(llm):
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
 
+def test_generate_given_tokens_have_the_log_probabilities_of_the_run_that_sampled_them(llm):
+    sampled = llm.generate("Hello world", SamplingParams(seed=3, max_tokens=8, logprobs=2, ignore_eos=True))[0].outputs[
+        0
+    ]
+    given = sampled.token_ids
+    replay = SamplingParams(trace_decode_token_ids=given, max_tokens=None, logprobs=2, stop_token_ids=given, stop="e")
+    (again,) = llm.generate("Hello world", replay)[0].outputs
+    assert (again.token_ids, again.finish_reason, again.text) == (given, "length", sampled.text)
+    for first, second in zip(sampled.logprobs, again.logprobs, strict=True):
+        assert {token: entry.rank for token, entry in first.items()} == {
+            token: entry.rank for token, entry in second.items()
+        }
+        numbers = {token: entry.logprob for token, entry in first.items()}
+        assert numbers == pytest.approx({token: entry.logprob for token, entry in second.items()}, abs=1e-3)
+    unlikely = SamplingParams(trace_decode_token_ids=[7, 7, 7], max_tokens=2, temperature=0, logprobs=0)
+    assert llm.generate("Hello world", unlikely)[0].outputs[0].token_ids == [7, 7]
+
+
 def test_chat_renders_conversations(llm):
     conversation = [{"role": "user", "content": "Hi"}]
     (one,) = llm.chat(conversation, GREEDY, use_tqdm=False)

@@ -47,9 +47,15 @@ class RecordField(IntEnum):
     NUM_REPORTED = 22
     SCALE = 23
     """float32: the temperature that reported logits are divided by; 1 for a greedy row."""
+    FORCED = 24
+    """Token ids that are generated whatever is drawn."""
+    NUM_FORCED = 25
+    FORCED_FROM = 26
+    """The position of the first forced token."""
 
 
-RECORD_WORDS = 24
+RECORD_WORDS = 28
+"""A multiple of 4, so that every record begins at a multiple of 16 bytes."""
 
 NO_TOKEN = -1
 """Stands in the ring for a token that was not generated."""

@@ -225,3 +225,36 @@ def test_request_builder_without_tokenizer_accepts_only_token_ids():
     for fields in ({"stop": "x"}, {"bad_words": ["x"]}):
         with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
             requests(SamplingParams(**fields), builder=WITHOUT_TOKENIZER)
+
+
+def build(params, token_ids=(5, 6, 7)):
+    options = {"ids_in_use": (), "request_id": "x", "priority": 0, "cache_salt": "", "timeout": None, "session": None}
+    made = BUILDER.build(Prompt(token_ids=list(token_ids)), params, INFO, rank=None, **options)
+    return made.completions[0].message
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(None, 3), (2, 2), (99, 3)])
+def test_build_given_tokens_end_the_request_alone(max_tokens, expected):
+    params = SamplingParams(
+        trace_decode_token_ids=[9, 2, 9], max_tokens=max_tokens, min_tokens=0, stop="a", stop_token_ids=[9]
+    )
+    message = build(params)
+    assert message.sampling.forced_token_ids == (9, 2, 9)
+    assert message.stopping == Stopping(max_tokens=expected)
+    assert params.stop == "a"  # the caller's parameters are as before
+
+
+def test_build_given_tokens_are_limited_by_model_length():
+    room = INFO.max_model_len - 3
+    assert len(build(SamplingParams(trace_decode_token_ids=[1] * 10**5)).sampling.forced_token_ids) == room
+
+
+@pytest.mark.parametrize("given", [[INFO.vocab_size], [-1], [1.5], ["a"], 7])
+def test_build_given_tokens_that_are_no_ids_are_refused(given):
+    with pytest.raises(InvalidRequest, match="trace_decode_token_ids"):
+        build(SamplingParams(trace_decode_token_ids=given))
+
+
+def test_sampling_params_given_tokens_with_several_completions_are_refused():
+    with pytest.raises(InvalidRequest, match="trace_decode_token_ids"):
+        SamplingParams(trace_decode_token_ids=[1], n=2)

@@ -57,7 +57,6 @@ VLLM_FIELDS = """n presence_penalty frequency_penalty repetition_penalty tempera
         ("structured_outputs", {"json": {}}),
         ("thinking_token_budget", 100),
         ("repetition_detection", {"min_count": 2}),
-        ("trace_decode_token_ids", [1]),
         ("extra_args", {"a": 1}),
         ("seed", 2**64),
         ("stop", ""),

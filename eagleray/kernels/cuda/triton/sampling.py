@@ -27,8 +27,11 @@ from torch import Tensor
 from eagleray.kernels.cuda.triton.sampling_records import (
     BAD_WORDS,
     COUNTS,
+    FORCED,
+    FORCED_FROM,
     MIN_WEIGHT,
     NUM_BAD_WORDS,
+    NUM_FORCED,
     PREFIX_LENGTH,
     STREAM,
     TEMPERATURE,
@@ -309,10 +312,13 @@ def _merge_first(
 
 @triton.jit
 def _choose(line, token, failure, rows, positions, memory, counts, last_tokens, token_ids, vocab_size):
-    """Write the token to all places that later steps read."""
+    """Write the token, or the one that the row forces at this position, to all places that later steps read."""
+    record = record_of(memory, rows, line)
+    index = tl.load(positions + line) - tl.load(record + FORCED_FROM)
+    is_forced = (index >= 0) & (index < tl.load(record + NUM_FORCED)) & (failure == _FINE)
+    token = tl.load(memory + tl.load(record + FORCED) + index, mask=is_forced, other=token)
     tl.store(token_ids + line, token)
     tl.store(last_tokens + tl.load(rows + line), token)
-    record = record_of(memory, rows, line)
     entry = tl.load(record + COUNTS)
     count = counts + entry.to(tl.int64) * vocab_size + token
     is_counted = (entry >= 0) & (failure == _FINE)
