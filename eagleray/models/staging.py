@@ -33,6 +33,7 @@ class StagingMemory:
         """Piece by its address."""
         self._mirrors: dict[int, Tensor] = {}
         """Mirror of a chunk by the chunk's address."""
+        self._mirror_chunks: set[WeightChunk | None] = set()
         self._thread = _ThreadState()
         self._lock = threading.Lock()
 
@@ -62,11 +63,10 @@ class StagingMemory:
 
     def release(self, pieces: Iterable[Tensor]) -> None:
         """Make pieces available again."""
-        mirrors = {id(WeightChunk.of(mirror)) for mirror in self._mirrors.values()}
         with self._lock:
             for piece in pieces:
                 whole = self._taken.pop(piece.data_ptr(), None)
-                if whole is not None and id(WeightChunk.of(whole)) not in mirrors:
+                if whole is not None and WeightChunk.of(whole) not in self._mirror_chunks:
                     self._free[len(whole)].append(whole)
 
     def reset(self) -> None:
@@ -97,7 +97,8 @@ class StagingMemory:
             if len(place) == num_bytes and (chunk := WeightChunk.of(place)) is not None:
                 mirror = self._mirrors.get(chunk.address)
                 if mirror is None or len(mirror) != chunk.num_bytes:
-                    self._mirrors[chunk.address] = WeightChunk.allocate(chunk.num_bytes)
+                    mirror = self._mirrors[chunk.address] = WeightChunk.allocate(chunk.num_bytes)
+                    self._mirror_chunks.add(WeightChunk.of(mirror))
                 piece = self._mirrored(place)
                 if piece is not None and piece.data_ptr() not in self._taken:
                     return piece
