@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from eagleray.engine_args import AsyncEngineArgs, EngineArgs
     from eagleray.llm import LLM
     from eagleray.lora import LoRARequest
-    from eagleray.messages.sampling import RequestOutputKind, SamplingParams
+    from eagleray.messages.sampling import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
@@ -19,6 +19,7 @@ __all__ = [
     "AsyncLLMEngine",
     "EngineArgs",
     "LoRARequest",
+    "RepetitionDetectionParams",
     "RequestOutputKind",
     "SamplingParams",
     "__version__",
@@ -32,6 +33,7 @@ MODULES = {
     "AsyncLLMEngine": "async_llm",
     "EngineArgs": "engine_args",
     "AsyncEngineArgs": "engine_args",
+    "RepetitionDetectionParams": "messages.sampling",
     "RequestOutputKind": "messages.sampling",
     "SamplingParams": "messages.sampling",
 }

@@ -128,6 +128,7 @@ class Client:
             seed=model.seed,
             max_request_restarts=config.recovery.max_request_restarts,
             request_timeout=config.serving.request_timeout,
+            stream_interval=config.serving.stream_interval,
         )
         # Not seeded: with equal seeds all clients would choose the same engines.
         router = Router(

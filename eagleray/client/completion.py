@@ -13,6 +13,7 @@ import msgspec
 from eagleray.client.flat_logprobs import FlatLogprobs
 from eagleray.client.logprobs import OutputLogprobs
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, WeightVersionSpan
+from eagleray.client.repetition import RepetitionDetector
 from eagleray.client.routed_experts import RoutedExpertsBuffer
 from eagleray.client.text.detokenizer import Detokenizer
 from eagleray.client.text.tokenizer import Tokenizer
@@ -32,9 +33,9 @@ class Completion:
     # Slots, because every token of every request passes through here.
     __slots__ = (
         "_detokenizer", "_has_stop_strings", "_include_stop", "_is_flat", "_logprobs", "_num_decoded",
-        "_num_read_texts", "_num_read_tokens", "_num_requested_ids", "_num_sends", "_num_visible", "_routed_experts",
-        "_text_ends", "_texts", "_tokenizer", "_weight_versions", "engine_request_id", "finish_reason", "index",
-        "is_read", "message", "stop_reason", "token_ids",
+        "_num_read_texts", "_num_read_tokens", "_num_requested_ids", "_num_sends", "_num_visible", "_repetition",
+        "_routed_experts", "_stream_interval", "_text_ends", "_texts", "_tokenizer", "_weight_versions",
+        "engine_request_id", "finish_reason", "index", "is_read", "message", "stop_reason", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +82,10 @@ class Completion:
             self._logprobs = OutputLogprobs()
         self._is_flat = params.flat_logprobs
         self._num_requested_ids = len(set(params.logprob_token_ids or ()))
+        self._stream_interval = params.stream_interval or 1
+        self._repetition: RepetitionDetector | None = None
+        if params.repetition_detection is not None and params.repetition_detection.max_pattern_size:
+            self._repetition = RepetitionDetector(params.repetition_detection, min_tokens=params.min_tokens)
         self._texts: list[str] = []
         """The text so far, in parts."""
         self._text_ends: list[int] = []
@@ -140,8 +145,21 @@ class Completion:
         self.stop_reason = chunk.stop_token_id
         hides_last = chunk.finish_reason is FinishReason.STOP and not self._include_stop
         self._num_visible = len(self.token_ids) - hides_last
+        if self._repetition is not None:
+            self._end_repetition(chunk)
         if self._has_stop_strings:
             self.decode(len(self.token_ids))
+
+    def _end_repetition(self, chunk: Chunk) -> None:
+        """End the completion at the token of the chunk at which it is repetitive, unless it ends there anyway."""
+        assert self._repetition is not None
+        count = self._repetition.push(chunk.token_ids)
+        num_behind = len(chunk.token_ids) - (count or 0)
+        if count is None or (num_behind == 0 and chunk.finish_reason is not None):
+            return
+        self._truncate(len(self.token_ids) - num_behind)
+        self._num_visible = len(self.token_ids)
+        self.finish_reason, self.stop_reason = FinishReason.REPETITION, "repetition_detected"
 
     def abort(self) -> None:
         """End the completion with the output that it has."""
@@ -168,6 +186,8 @@ class Completion:
     def pop_delta(self, max_tokens: int) -> CompletionDelta | None:
         """Return the output since the last call, with at most `max_tokens` tokens; None if there is nothing new."""
         start, end = self._num_read_tokens, min(self._num_read_tokens + max_tokens, len(self.token_ids))
+        if self._is_held_back:
+            return None
         self.decode(end)
         has_all = end == len(self.token_ids)
         num_texts = len(self._texts) if has_all else bisect_right(self._text_ends, end)
@@ -191,6 +211,12 @@ class Completion:
         self._num_read_texts, self._num_read_tokens = num_texts, end
         self.is_read |= is_end
         return delta
+
+    @property
+    def _is_held_back(self) -> bool:
+        """Whether there are too few new tokens for another delta."""
+        num_new = len(self.token_ids) - self._num_read_tokens
+        return self._num_read_tokens > 0 and num_new < self._stream_interval != 1 and self.finish_reason is None
 
     def output(self, *, with_logprobs: bool) -> CompletionOutput:
         """Return the whole output so far, read or not."""

@@ -235,7 +235,7 @@ class InFlightRequests:
             request.notify_reader(done=False)
         else:
             self._remove(request)
-        # An end without a finish reason from the engine is a stop string, which only the client looks for.
+        # An end without a finish reason from the engine is a stop string or a repetition, which the client looks for.
         return (chunk.request_id,) if chunk.finish_reason is None else ()
 
     def _on_early_chunk(self, request: ClientRequest, chunk: Chunk) -> None:

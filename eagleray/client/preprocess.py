@@ -44,7 +44,8 @@ class RequestBuilder:
     """Builds the requests of one client. Without a `tokenizer`, requests have token ids only.
 
     `seed` determines the seeds of requests that have none; None makes them random. `request_timeout` is the time limit,
-    in seconds, of requests that set none; None means no limit.
+    in seconds, of requests that set none; None means no limit. `stream_interval` is the least number of tokens of a
+    completion that a stream yields together.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class RequestBuilder:
         seed: int | None = None,
         max_request_restarts: int = 0,
         request_timeout: float | None = None,
+        stream_interval: int = 1,
     ) -> None:
         self.tokenizer = tokenizer
         self._client = client
@@ -67,6 +69,7 @@ class RequestBuilder:
         )
         self._max_request_restarts = max_request_restarts
         self._request_timeout = request_timeout
+        self._stream_interval = stream_interval
         self._serials = itertools.count()
 
     def build(
@@ -87,6 +90,8 @@ class RequestBuilder:
         """Build a request for engines that serve `engine`; see `Client.generate`. Raises `InvalidRequest`."""
         params.check()  # fields may have been assigned since the construction
         params = resolve_all_logprobs(params, engine.vocab_size)
+        if (params.stream_interval or 1) < self._stream_interval:
+            params = msgspec.structs.replace(params, stream_interval=self._stream_interval)
         serial = next(self._serials)
         name = f"{self._client.label}-{serial}" if request_id is None else request_id
         check_text(name, "request_id")

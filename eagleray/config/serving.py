@@ -48,6 +48,14 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Seconds | None,
         Meta(description="Seconds after which a request that sets no `timeout` of its own is given up."),
     ] = None
+    stream_interval: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Least number of tokens of a completion that a stream shows together. The first token and the "
+            "end are shown at once.",
+        ),
+    ] = 1
     attach_file: Annotated[
         str | None,
         Meta(description="File to write for front-ends of your own: where to attach, see docs/wire.md. Mode 0600."),

@@ -12,12 +12,14 @@ from eagleray.messages.failure import Failure
 
 
 class FinishReason(enum.StrEnum):
-    """Reason for which a request finished: the values of the OpenAI API, and two more."""
+    """Reason for which a request finished: the values of the OpenAI API, and three more."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REPETITION = "repetition"
+    """The tokens repeat one pattern, see `SamplingParams.repetition_detection`. Engines do not send it."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

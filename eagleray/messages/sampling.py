@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from eagleray.errors import InvalidRequest
 
@@ -29,6 +30,8 @@ MAX_BAD_WORD_CHARS = 64
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 
+MAX_PATTERN_SIZE = 1024
+MAX_PATTERN_COUNT = 2**20
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 """Limit beyond which logits in float32 overflow."""
@@ -46,6 +49,27 @@ class RequestOutputKind(enum.Enum):
     """Each output is what is new since the one before."""
     FINAL_ONLY = 2
     """The only output is the whole one, at the end."""
+
+
+class RepetitionDetectionParams(msgspec.Struct, frozen=True):
+    """Condition under which the end of a completion counts as repetitive, with vLLM's names. Raises `InvalidRequest`
+    for values that contradict each other."""
+
+    max_pattern_size: Annotated[int, Meta(description="Length of the longest pattern, in tokens; 0: no detection.")] = 0
+    min_pattern_size: Annotated[int, Meta(description="Length of the shortest pattern; 0 means 1.")] = 0
+    min_count: Annotated[int, Meta(description="Number of copies of a pattern at which the completion ends.")] = 0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "max_pattern_size": (0, MAX_PATTERN_SIZE),
+            "min_pattern_size": (0, self.max_pattern_size),
+            "min_count": (2 if self.max_pattern_size else 0, MAX_PATTERN_COUNT),
+        }
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            is_valid = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+            field = f"repetition_detection.{name}"
+            _require(is_valid, field, value, f"an integer between {least} and {most}")
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -123,18 +147,24 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     The completion ends with the last of them; neither an end-of-sequence token nor `stop` ends it earlier. Only with
     `n` 1."""
 
-    # Of the following fields only the values that change nothing are accepted.
+    repetition_detection: RepetitionDetectionParams | None = None
+    """Condition under which a completion ends because it repeats itself, with `finish_reason` `repetition`."""
     stream_interval: int | None = None
+    """Number of tokens of a completion that a stream collects before it yields them, if that is more than the option
+    `stream_interval`. The first token and the end are yielded at once."""
+
+    # Of the following fields only the values that change nothing are accepted.
     prompt_logprob_token_ids: list[int] | None = None
     prompt_logprob_start: int | None = None
     structured_outputs: Any = None
     thinking_token_budget: int | None = None
-    repetition_detection: Any = None
     extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.seed == -1:
             self.seed = None
+        if isinstance(self.repetition_detection, dict):
+            self.repetition_detection = _repetition_detection(self.repetition_detection)
         # As in vLLM, true asks for the likeliest token.
         if self.logprobs is True:
             self.logprobs = 1
@@ -160,6 +190,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def _check(params: SamplingParams) -> None:
     at_least = {"n": 1, "top_k": -1, "min_tokens": 0, "max_tokens": 1, "logprobs": -1, "prompt_logprobs": -1}
+    at_least |= {"stream_interval": 1}
     at_least |= {"routed_experts_prompt_start": 0}
     for name, least in at_least.items():
         value = getattr(params, name)
@@ -193,6 +224,9 @@ def _check(params: SamplingParams) -> None:
     for name in ("return_routed_experts", "skip_reading_prefix_cache"):
         asks = getattr(params, name)
         _require(asks is None or isinstance(asks, bool), name, asks, "true or false")
+    detection = params.repetition_detection
+    is_detection = detection is None or isinstance(detection, RepetitionDetectionParams)
+    _require(is_detection, "repetition_detection", detection, "a RepetitionDetectionParams")
     kind = params.output_kind
     _require(isinstance(kind, RequestOutputKind), "output_kind", kind, "a RequestOutputKind")
     allowed = params.allowed_token_ids
@@ -208,15 +242,23 @@ def _check(params: SamplingParams) -> None:
 
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "stream_interval": ((None, 1), "a stream yields tokens as soon as they come"),
     "prompt_logprob_token_ids": ((None, []), "`prompt_logprobs` reports the likeliest tokens of every position"),
     "prompt_logprob_start": ((None, 0), "`prompt_logprobs` reports every position"),
     "structured_outputs": ((None,), "outputs cannot be constrained by a schema or a grammar"),
     "thinking_token_budget": ((None, -1), "`max_tokens` limits thinking and answer together"),
-    "repetition_detection": ((None,), "`repetition_penalty` makes repetitions less likely"),
     "extra_args": ((None, {}), "there are no plug-ins that would read them"),
 }
 """Fields of vLLM whose features do not exist: the values that are accepted, and what there is instead."""
+
+
+def _repetition_detection(fields: dict[str, Any]) -> RepetitionDetectionParams:
+    try:
+        return RepetitionDetectionParams(**fields)
+    except TypeError:
+        names = ", ".join(RepetitionDetectionParams.__struct_fields__)
+        raise InvalidRequest(
+            f"`repetition_detection` has the fields {names}, but not {_show([*fields])}", param="repetition_detection"
+        ) from None
 
 
 def _check_unsupported(params: SamplingParams) -> None:
