@@ -6,6 +6,7 @@
     │   ├── CheckpointError           a file of the model: names the file, the tensor, expected and found
     │   ├── ClusterError              Ray: not reachable, or lacks resources; says which there are
     │   ├── InvalidRequest            a request; `param` names the field
+    │   │   ├── UnsupportedParameter  it asks for a feature that does not exist; says what there is instead
     │   │   └── PromptTooLong
     │   ├── UnknownModel
     │   ├── NotFound                  a directory or an adapter that does not exist
@@ -58,6 +59,10 @@ class InvalidRequest(UserError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class UnsupportedParameter(InvalidRequest):
+    """A request asks for a feature that does not exist. The message says what there is instead."""
 
 
 class PromptTooLong(InvalidRequest):

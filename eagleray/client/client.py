@@ -119,7 +119,9 @@ class Client:
         tokenizer = None
         if not model.skip_tokenizer_init:
             template = None if model.chat_template is None else Path(model.chat_template).expanduser()
-            tokenizer = Tokenizer.load(tokenizer_dir(model), chat_template=template)
+            tokenizer = Tokenizer.load(
+                tokenizer_dir(model), chat_template=template, content_format=model.chat_template_content_format
+            )
         builder = RequestBuilder(
             client_id,
             tokenizer=tokenizer,

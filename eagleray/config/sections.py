@@ -74,6 +74,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     chat_template: Annotated[
         str | None, Meta(description="File with a Jinja chat template to use in place of the model's.")
     ] = None
+    chat_template_content_format: Annotated[
+        Literal["auto", "string", "openai"],
+        Meta(
+            description="Form in which the chat template gets the contents of messages: string, as texts; openai, as "
+            "lists of parts; auto, as the template uses them."
+        ),
+    ] = "auto"
     deterministic: Annotated[
         bool,
         Meta(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -44,6 +44,13 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chat_template_timeout: Annotated[
         Seconds, Meta(description="Seconds that the chat template may take for one conversation.")
     ] = 10.0
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any],
+        Meta(description="Variables for the chat template, as JSON; those of a request take precedence."),
+    ] = {}
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="Accept chat templates in requests, which are programs (they run in a sandbox).")
+    ] = False
     request_timeout: Annotated[
         Seconds | None,
         Meta(description="Seconds after which a request that sets no `timeout` of its own is given up."),

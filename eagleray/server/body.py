@@ -9,7 +9,7 @@ import contextlib
 import functools
 import gc
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -19,10 +19,14 @@ from starlette.requests import Request
 from eagleray.config.serving import ServingConfig
 from eagleray.errors import InvalidRequest
 from eagleray.server.error_responses import BODY_TOO_LARGE, RefusedRequest
+from eagleray.server.field_fates import Fate
+from eagleray.server.lenient_body import IgnoredFieldLog, LenientReader
+from eagleray.server.refusals import InvalidFields
 
 T = TypeVar("T")
 
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+OUT_OF_RANGE = "Number out of range"
 MISSING_FIELD = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 WHERE = re.compile(r"^(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
 
@@ -40,6 +44,9 @@ EmptyObject = Annotated[
 ]
 
 
+IGNORED_FIELDS = "ignored_fields"
+"""Key of a request's state for the value of the header with the names of ignored fields."""
+
 LARGE_BODY_BYTES = 2**20
 """Size from which on the values of a body are counted before it is decoded."""
 
@@ -54,25 +61,39 @@ class BodyDecoder(Generic[T]):
     """Reads the bodies of one route, JSON objects in the form of the struct `kind`.
 
     Bounds each body by `options`; the protocol bounds the bytes of all bodies that are still arriving. `on_large` is
-    called when a large body has arrived.
+    called when a large body has arrived. With `fates`, the table of a route's other fields, a body that is not exactly
+    of this form is read once more, field by field.
     """
 
-    def __init__(self, kind: type[T], options: ServingConfig, on_large: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        kind: type[T],
+        options: ServingConfig,
+        on_large: Callable[[], None],
+        *,
+        fates: Mapping[str, Fate] | None = None,
+        ignored_log: IgnoredFieldLog | None = None,
+    ) -> None:
         self._kind = kind
         self._decoder = msgspec.json.Decoder(kind)
+        self._lenient = None if fates is None else LenientReader(kind, fates, self._explain)
+        self._ignored_log = ignored_log or IgnoredFieldLog()
         self._max_bytes = options.max_request_bytes
         self._max_values = options.max_request_tokens
         self._on_large = on_large
 
     async def read(self, request: Request) -> T:
-        """Return the request's body. Raises `InvalidRequest`, and `RefusedRequest` as soon as it is known too large."""
+        """Return the request's body. Raises `InvalidRequest`, and `RefusedRequest` as soon as it is known too large.
+
+        The names of fields that have no effect are left in the request's state, for the header of the answer.
+        """
         body = await self.read_bytes(request)
         if len(body) < LARGE_BODY_BYTES:
-            return self.decode(body)
+            return self.decode(body, request.scope["state"])
         self._on_large()
         self._check_values(body)
         with _without_gc():
-            return self.decode(body)
+            return self.decode(body, request.scope["state"])
 
     async def read_bytes(self, request: Request) -> bytearray:
         """Return the bytes of the request's body. Raises `RefusedRequest` as soon as it is known too large."""
@@ -92,16 +113,29 @@ class BodyDecoder(Generic[T]):
         except msgspec.ValidationError as error:
             raise self._explain(str(error)) from None
 
-    def decode(self, body: bytes | bytearray) -> T:
-        """Decode `body`. Raises `InvalidRequest`."""
+    def decode(self, body: bytes | bytearray, state: dict[str, Any] | None = None) -> T:
+        """Decode `body`. Raises `InvalidRequest`, and `RefusedBody` if fields of it are refused.
+
+        `state`: the state of the request, which gets the names of ignored fields.
+        """
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise self._explain(str(error)) from None
+            message = str(error)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"the body is not valid JSON: {error}") from None
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
+        if self._lenient is None or message.startswith(OUT_OF_RANGE):
+            raise self._explain(message)
+        fields = decode_object(body)
+        reading = self._lenient.read(fields)
+        if reading.ignored and state is not None:
+            self._ignored_log.note(reading.ignored.names)
+            state[IGNORED_FIELDS] = reading.ignored.header
+        if reading.body is None or reading.reasons:
+            raise RefusedBody(reading.reasons, reading.body)
+        return reading.body
 
     def _check_length(self, num_bytes: int) -> None:
         """Raise `BodyTooLarge` if a body may not have this many bytes."""
@@ -125,10 +159,14 @@ class BodyDecoder(Generic[T]):
                     f"`max_request_tokens` is {self._max_values}); send less"
                 )
 
-    def _explain(self, message: str) -> InvalidRequest:
-        """Return the error in the user's terms for msgspec's "Expected `int`, got `str` - at `$.max_tokens`"."""
+    def _explain(self, message: str, field: str = "") -> InvalidRequest:
+        """Return the error in the user's terms for msgspec's "Expected `int`, got `str` - at `$.max_tokens`".
+
+        `field`: the field that was converted, if it was not the whole body.
+        """
         match = WHERE.match(message)
         what, path = (match["what"], match["path"]) if match else (message, "")
+        path = f"{field}{'.' if field and path and path[0] != '[' else ''}{path}"
         if unknown := UNKNOWN_FIELD.fullmatch(what):
             path = f"{path}.{unknown[1]}".lstrip(".")
             return InvalidRequest(
@@ -157,6 +195,29 @@ class BodyDecoder(Generic[T]):
         properties = [item for part in components.values() for item in part.get("properties", {}).items()]
         unsupported = {name for name, schema in properties if UNSUPPORTED in schema}
         return unsupported, {name: ", ".join(values) for name, schema in properties if (values := _choices(schema))}
+
+
+class RefusedBody(InvalidFields):
+    """A body some of whose fields are refused. `rest`: the others, if they can be read."""
+
+    def __init__(self, reasons: Sequence[InvalidRequest], rest: Any) -> None:
+        super().__init__(reasons)
+        self.rest = rest
+
+
+def decode_object(body: bytes | bytearray) -> dict[str, Any]:
+    """Return the fields of a JSON object. Raises `InvalidRequest`."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except msgspec.ValidationError:  # of a number; types are not checked here
+        raise InvalidRequest("the body has a number that is out of range: it is larger than a float can be") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    if not isinstance(decoded, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return decoded
 
 
 @contextlib.contextmanager

@@ -5,44 +5,71 @@ Holds no state; used by the routes of chat and /tokenize.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Mapping
+from typing import Annotated, Any, Protocol
 
-import msgspec
 from msgspec import Meta
 
 from eagleray.errors import InvalidRequest
-from eagleray.server.body import Empty, Null
 from eagleray.server.service import Service
 
 MAX_TEMPLATE_VARIABLES = 256
 """Most entries of `chat_template_kwargs`, because each rendering copies them several times."""
+MAX_TEMPLATE_CHARS = 2**18
+"""Length of a template in a request. The longest published ones have some 2**15 characters."""
 
+TEXT_PART_SCHEMA = {
+    "type": "object",
+    "description": "A part of a message's content. Text is the only kind.",
+    "properties": {"type": {"enum": ["text"], "default": "text"}, "text": {"type": "string"}},
+    "required": ["text"],
+}
+CALL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["function"],
+}
+MESSAGE_SCHEMA = {
+    "properties": {
+        "role": {
+            "type": "string",
+            "minLength": 1,
+            "maxLength": 64,
+            "description": "Such as system, developer, user, assistant or tool.",
+        },
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"anyOf": [{"type": "string"}, TEXT_PART_SCHEMA]}},
+                {"type": "null"},
+            ],
+            "description": "May be left out by an assistant that calls tools, and in other roles than those named.",
+        },
+        "name": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "tool_calls": {
+            "anyOf": [{"type": "array", "items": CALL_SCHEMA}, {"type": "null"}],
+            "description": "Calls of tools in an assistant's message.",
+        },
+    },
+    "required": ["role"],
+    "if": {"properties": {"role": {"enum": ["system", "developer", "user", "tool"]}}, "required": ["role"]},
+    "then": {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
+}
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A part of a message's content. Text is the only kind."""
-
-    text: str
-
-
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    role: Annotated[
-        Literal["system", "developer", "user", "assistant"],
-        Meta(description="`developer` is OpenAI's newer name of `system`."),
-    ]
-    content: str | list[TextPart]
-    name: Annotated[str | None, Meta(description="Given to the chat template.")] = None
-    # Fields of an answer's message, which may be sent back as part of the conversation:
-    refusal: Null = None
-    audio: Null = None
-    function_call: Null = None
-    tool_calls: Empty = None
-    annotations: Empty = None
-
-    def for_template(self) -> dict[str, str]:
-        """Return the message for a chat template, which expects the role `system`, and texts instead of parts."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message if self.name is None else message | {"name": self.name}
+Messages = Annotated[
+    list[
+        Annotated[
+            dict[str, Any],
+            Meta(
+                description="A message. All its keys are given to the chat template.", extra_json_schema=MESSAGE_SCHEMA
+            ),
+        ]
+    ],
+    Meta(min_length=1),
+]
+"""Type of a conversation. The messages are checked by `check_messages` of `client/text/conversation.py`."""
 
 
 class TemplateFields(Protocol):
@@ -51,21 +78,59 @@ class TemplateFields(Protocol):
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
+    chat_template: str | None
+    tools: list[dict[str, Any]] | None
+    documents: list[dict[str, Any]] | None
+    reasoning_effort: str | None
 
 
-async def render_chat(service: Service, messages: list[Message], fields: TemplateFields) -> str:
-    """Return the prompt. Raises `InvalidRequest` for contradicting fields, or if the template refuses the messages."""
-    continues = bool(fields.continue_final_message)
+def check_template_fields(service: Service, fields: TemplateFields) -> None:
+    """Raise `InvalidRequest` for template variables or a template that the request may not have."""
     num_variables = len(fields.chat_template_kwargs or ())
     if num_variables > MAX_TEMPLATE_VARIABLES:
         raise InvalidRequest(
             f"`chat_template_kwargs` may have at most {MAX_TEMPLATE_VARIABLES} entries, but it has {num_variables}",
             param="chat_template_kwargs",
         )
-    service.text.check_messages(len(messages))
+    own_template = fields.chat_template or (fields.chat_template_kwargs or {}).get("chat_template")
+    if own_template is None:
+        return
+    if not service.trusts_templates:
+        raise InvalidRequest(
+            "`chat_template`: this server takes no templates from requests; start it with the option "
+            "`--trust-request-chat-template`, or leave it out",
+            param="chat_template",
+        )
+    if not isinstance(own_template, str) or len(own_template) > MAX_TEMPLATE_CHARS:
+        raise InvalidRequest(
+            f"`chat_template` must be a text of at most {MAX_TEMPLATE_CHARS} characters", param="chat_template"
+        )
+
+
+async def render_chat(service: Service, messages: list[dict[str, Any]], fields: TemplateFields) -> str:
+    """Return the prompt for checked messages and template fields.
+
+    Raises `InvalidRequest` for contradicting fields, or if the template refuses the messages.
+    """
+    continues = bool(fields.continue_final_message)
+    variables = template_variables(service.default_template_variables, fields)
     return await service.text.render(
-        [message.for_template() for message in messages],
+        messages,
         add_generation_prompt=not continues if fields.add_generation_prompt is None else fields.add_generation_prompt,
         continue_final_message=continues,
-        chat_template_kwargs=fields.chat_template_kwargs,
+        chat_template_kwargs=variables,
+        chat_template=variables.pop("chat_template", None) or fields.chat_template,
+        tools=fields.tools or None,
+        documents=fields.documents or None,
     )
+
+
+def template_variables(defaults: Mapping[str, Any], fields: TemplateFields) -> dict[str, Any]:
+    """Return the variables for the template: the server's, those of the request, and what its effort stands for.
+
+    As in vLLM, an effort other than `none` also turns on the thinking of templates that ask for it.
+    """
+    given = fields.chat_template_kwargs or {}
+    effort = fields.reasoning_effort
+    of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {**defaults, **of_effort, **given}

@@ -22,7 +22,9 @@ from eagleray.config.sections import Config
 from eagleray.errors import InvalidRequest
 from eagleray.log import get_logger
 from eagleray.metrics.requests import RequestMetrics
+from eagleray.server.body import IGNORED_FIELDS
 from eagleray.server.error_responses import WRONG_METHOD, RefusedRequest, error_response
+from eagleray.server.field_fates import Fate
 from eagleray.server.http_responses import json_response
 from eagleray.server.key_check import KeyCheck
 
@@ -41,6 +43,8 @@ class Operation(NamedTuple):
     summary: str
     request_body: type | None = None
     """Struct of the JSON body; None: no body."""
+    fates: Mapping[str, Fate] | None = None
+    """Treatment of fields that the struct does not have; None: they are refused."""
     takes_query: bool = False
     """Whether the fields of the body may come as query parameters too, and the body may be left out."""
     response: Any = None
@@ -99,8 +103,8 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._router(scope, receive, send)
             return
-        answer = ResponseSender(send)
         state = scope.setdefault("state", {})
+        answer = ResponseSender(send, state)
         state["arrival"] = time.perf_counter()
         try:
             headers = Headers(scope=scope)
@@ -129,17 +133,24 @@ class RequestMiddleware:
 
 
 class ResponseSender:
-    """Sends the answer to one request with the request's id, and keeps its status."""
+    """Sends the answer to one request with the request's id and the names of ignored fields, and keeps its status.
 
-    def __init__(self, send: Send) -> None:
+    `state`: that of the request.
+    """
+
+    def __init__(self, send: Send, state: Mapping[str, Any]) -> None:
         self._send = send
+        self._state = state
         self.request_id = secrets.token_hex(16)
         self.status = 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self.request_id
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self.request_id
+            if ignored := self._state.get(IGNORED_FIELDS):
+                headers["x-eagleray-ignored"] = ignored
         await self._send(message)
 
 

@@ -23,12 +23,14 @@ from eagleray.errors import (
     TransferBroken,
     Unavailable,
     UnknownModel,
+    UnsupportedParameter,
     UserError,
     WeightsMismatch,
     WorkerFailed,
     WrongState,
 )
 from eagleray.log import get_logger
+from eagleray.server.refusals import InvalidFields
 
 logger = get_logger(__name__)
 
@@ -63,6 +65,7 @@ class ErrorRule(NamedTuple):
 TABLE: dict[type[Exception], ErrorRule] = {
     UserError: ErrorRule(400, "invalid_request_error", None),
     InvalidRequest: ErrorRule(400, "invalid_request_error", None),
+    UnsupportedParameter: ErrorRule(400, "invalid_request_error", "unsupported_parameter"),
     PromptTooLong: ErrorRule(400, "invalid_request_error", "context_length_exceeded"),
     UnknownModel: ErrorRule(404, "invalid_request_error", "model_not_found"),
     NotFound: ErrorRule(404, "invalid_request_error", "not_found"),
@@ -114,7 +117,8 @@ def error_response(error: Exception, request_id: str) -> HttpError:
 
     An exception that does not belong to the interface of the package is logged here, and not shown to the user.
     """
-    kind = next(kind for kind in type(error).__mro__ if kind in TABLE)
+    first = error.reasons[0] if isinstance(error, InvalidFields) else error
+    kind = next(kind for kind in type(first).__mro__ if kind in TABLE)
     rule = error.rule if isinstance(error, RefusedRequest) else TABLE[kind]
     message = str(error)
     if kind is Exception:

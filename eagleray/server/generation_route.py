@@ -24,8 +24,9 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams, resolve_all_logprobs
-from eagleray.server.body import field_names
+from eagleray.server.body import RefusedBody, field_names
 from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.field_fates import Fate
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions
 from eagleray.server.generation import Generation, GenerationGroup, GenerationTask, Usage
 from eagleray.server.http_responses import (
@@ -38,6 +39,7 @@ from eagleray.server.http_responses import (
     unless_disconnected,
 )
 from eagleray.server.logprobs import LogprobsCollector, PromptLogprobList, encoded_prompt_logprobs
+from eagleray.server.refusals import InvalidFields, Reasons
 from eagleray.server.routed_experts import RoutedExpertsFormat
 from eagleray.server.service import Service
 
@@ -48,6 +50,7 @@ ROUTING_HEADERS = {
     SESSION: "Name of a session, up to 256 visible ASCII characters. Its requests go to the same engine.",
 }
 NUMBER = re.compile(r"[0-9]{1,9}")
+MAX_SESSION_CHARS = 256
 SESSION_NAME = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -73,13 +76,14 @@ class GenerationRoute(Generic[Body, Chunk]):
     def __init__(self, service: Service, parsed_type: type[ParsedRequest[Body, Chunk]]) -> None:
         self._service = service
         self._parsed_type = parsed_type
-        self._body = service.body_decoder(parsed_type.body_type)
+        self._body = service.body_decoder(parsed_type.body_type, parsed_type.fates)
 
     def endpoints(self) -> list[Endpoint]:
         create = Operation(
             self.create,
             self._parsed_type.summary,
             request_body=self._parsed_type.body_type,
+            fates=self._parsed_type.fates,
             response=self._parsed_type.response_type,
             gives_msgpack=self._parsed_type.gives_msgpack,
             stream_event=self._parsed_type.chunk_type,
@@ -89,13 +93,25 @@ class GenerationRoute(Generic[Body, Chunk]):
         return [Endpoint(self._parsed_type.path, post=create)]
 
     async def create(self, request: Request) -> ASGIApp:
-        body = await self._body.read(request)
+        body = await self._read(request)
         self._service.check_open()
         parsed = self._parsed_type(self._service, body, request)
         if body.stream:
             return EventStream(parsed.stream, parsed.task.request_id)
         answer = await unless_disconnected(request.receive, parsed.respond())
         return msgpack_response(answer) if parsed.is_msgpack else json_response(answer)
+
+    async def _read(self, request: Request) -> Body:
+        """Return the body. An error names the wrong parameters beside the fields that are refused."""
+        try:
+            return await self._body.read(request)
+        except RefusedBody as refused:
+            reasons = Reasons()
+            reasons.found += refused.reasons
+            if refused.rest is not None:
+                with reasons.collecting():
+                    self._parsed_type(self._service, refused.rest, request)
+            raise InvalidFields(reasons.found) from None
 
 
 class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
@@ -111,6 +127,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     """Struct of the log-probabilities of a completion."""
     gives_msgpack = False
     """Whether a whole answer is msgpack if the request accepts that. Events are always JSON."""
+    fates: Mapping[str, Fate] | None = None
+    """Treatment of the fields that `body_type` does not have; None: they are refused."""
     field_names: Mapping[str, str] = {}
     """This API's names of fields that the client calls by others."""
     id_prefix = ""
@@ -130,12 +148,19 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         # Answers to bodies without this field always show token ids.
         self.shows_token_ids = bool(getattr(body, "return_token_ids", True))
         self.is_msgpack = self.gives_msgpack and not body.stream and accepts(request.headers, MSGPACK)
+        reasons = Reasons()
+        self._check_features(reasons)
         if body.stream_options is not None and not body.stream:
-            raise InvalidRequest("`stream_options` is only for requests with `stream` true", param="stream_options")
-        with field_names(self.field_names):
+            with reasons.collecting():
+                raise InvalidRequest("`stream_options` is only for requests with `stream` true", param="stream_options")
+        with reasons.collecting(), field_names(self.field_names):
             self.task = self._make_task(request)
+        reasons.check()
         self.id = self.id_prefix + self.task.request_id
         """Id that answers show."""
+
+    def _check_features(self, reasons: Reasons) -> None:
+        """Collect what is wrong or not supported in fields that only this API has."""
 
     def _make_task(self, request: Request) -> GenerationTask:
         body, params = self.body, self._sampling_params()
@@ -147,10 +172,9 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
                 "drop it",
                 param="routed_experts_format",
             )
-        state = request.scope["state"]
         return GenerationTask(
-            request_id=getattr(body, "request_id", None) or state["request_id"],
-            arrival=state["arrival"],
+            request_id=self._request_id(request),
+            arrival=request.scope["state"]["arrival"],
             num_prompts=self.num_prompts,
             params=params,
             priority=self.service.check_priority(body.priority),
@@ -158,15 +182,19 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             adapter=self.adapter,
             timeout=body.timeout,
             rank=_requested_rank(request.headers, self.service.ranks),
-            session=_session_name(request.headers),
+            session=_session_name(getattr(body, "session_id", None), request.headers),
             only_prompt=self.only_prompt,
             field_names=self.field_names,
         )
 
+    def _request_id(self, request: Request) -> str:
+        """Return the id that names the request in the answer and in calls that abort it."""
+        return request.scope["state"]["request_id"]  # type: ignore[no-any-return]
+
     def _merge_sampling(self, fields: SamplingFields, **decided: Any) -> SamplingParams:
         """Return the values that the route `decided`, else those of `fields`, else the model's or OpenAI's defaults."""
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(fields, name)) is not None}
-        return SamplingParams(**(self.service.default_sampling | given | decided))
+        return make_sampling(self.service.default_sampling | given | decided)
 
     async def respond(self) -> Any:
         """Generate, and return the whole answer."""
@@ -269,6 +297,21 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         """Return an event with these choices; without any, the last one, which shows the usage."""
 
 
+def make_sampling(values: Mapping[str, Any]) -> SamplingParams:
+    """Return the parameters of these values. An error names every value that is wrong by itself."""
+    reasons, rest = Reasons(), dict(values)
+    while True:
+        with reasons.collecting():
+            params = SamplingParams(**rest)
+            break
+        wrong = reasons.found[-1].param
+        if wrong not in rest:
+            break
+        del rest[wrong]
+    reasons.check()
+    return params
+
+
 def _requested_rank(headers: Headers, ranks: range) -> int | None:
     """Return the rank, one of `ranks`, that the request must go to; None: any.
 
@@ -284,9 +327,14 @@ def _requested_rank(headers: Headers, ranks: range) -> int | None:
     return int(given)
 
 
-def _session_name(headers: Headers) -> str | None:
-    """Return the name of the request's session, if it has one. Raises `InvalidRequest`."""
+def _session_name(field: str | None, headers: Headers) -> str | None:
+    """Return the name of the request's session, if it has one: its `field`, or else its header.
+
+    Raises `InvalidRequest`.
+    """
     given = headers.get(SESSION)
     if given is not None and not SESSION_NAME.fullmatch(given):
         raise InvalidRequest(f"header {SESSION} must be 1 to 256 visible ASCII characters", param=SESSION)
-    return given
+    if field and len(field) > MAX_SESSION_CHARS:
+        raise InvalidRequest(f"`session_id` may have at most {MAX_SESSION_CHARS} characters", param="session_id")
+    return field or given

@@ -6,12 +6,14 @@ Pure; `app` asks for the document once.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import ErrorResponse
+from eagleray.server.field_fates import Fate
 from eagleray.server.http_responses import MSGPACK
 
 REASONS = {
@@ -38,6 +40,9 @@ def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool, contro
     ]
     types = [*dict.fromkeys(kind for kind in types if kind is not None), ErrorResponse]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    for operation in operations:
+        if operation.request_body is not None and operation.fates is not None:
+            _add_fates(operation.request_body, operation.fates, components)
     schema_of = dict(zip(types, schemas, strict=True))
     document: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -51,6 +56,23 @@ def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool, contro
     if needs_key or control_needs_key:
         document["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
     return document
+
+
+def _add_fates(body: type[Any], fates: Mapping[str, Fate], components: dict[str, Any]) -> None:
+    """Describe the fields without an effect, and that other fields are taken too, in a body and the structs in it."""
+    names = [name for name in msgspec.json.schema_components([body])[1] if name in components]
+    for name in names:
+        components[name].pop("additionalProperties", None)
+    properties = components[body.__name__]["properties"]
+    for name, fate in fates.items():
+        if "." not in name:
+            properties.setdefault(name, _fate_schema(fate))
+
+
+def _fate_schema(fate: Fate) -> dict[str, Any]:
+    if fate.kind != "refuse":
+        return {"description": "No effect on the answer."}
+    return {"description": f"Not supported: {fate.feature.name}.", "enum": [None, *fate.off]}
 
 
 def _path_item(endpoint: Endpoint, schema_of: dict[Any, Any], needs_key: bool) -> dict[str, Any]:

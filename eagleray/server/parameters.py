@@ -11,8 +11,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
-from eagleray.errors import InvalidRequest
-from eagleray.server.body import BodyDecoder
+from eagleray.server.body import BodyDecoder, decode_object
 from eagleray.server.service import Service
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -37,24 +36,12 @@ class ParameterDecoder(Generic[T]):
         """Return the parameters. The body of a GET is ignored. Raises `InvalidRequest` that names the field."""
         fields = self._of_query(request)
         if request.method == "POST" and (body := await self._body.read_bytes(request)):
-            fields |= _object(body)
+            fields |= decode_object(body)
         return self._body.convert(fields)
 
     def _of_query(self, request: Request) -> dict[str, Any]:
         query = request.query_params
         return {name: query.getlist(name) if name in self._lists else query[name] for name in query}
-
-
-def _object(body: bytes | bytearray) -> dict[str, Any]:
-    try:
-        decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
-    if not isinstance(decoded, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    return decoded
 
 
 def _is_list(hint: Any) -> bool:

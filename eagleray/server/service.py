@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import itertools
 import time
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from eagleray.client.client import Client
@@ -23,6 +24,8 @@ from eagleray.metrics.exposition import Metrics
 from eagleray.metrics.ledger import Ledger
 from eagleray.server.admission import Admission
 from eagleray.server.body import BodyDecoder
+from eagleray.server.field_fates import Fate
+from eagleray.server.lenient_body import IgnoredFieldLog
 from eagleray.server.memory_return import MemoryReturn
 from eagleray.server.text_processor import TextProcessor
 
@@ -45,6 +48,9 @@ class Service:
         self.ranks = local_ranks(config)
         """Ranks that requests may ask for."""
         self.default_sampling: dict[str, Any] = default_sampling(config.model)
+        self.default_template_variables = config.serving.default_chat_template_kwargs
+        self.trusts_templates = config.serving.trust_request_chat_template
+        self._ignored_log = IgnoredFieldLog()
         self.metrics = Metrics(
             self.model_name,
             ledger,
@@ -80,9 +86,10 @@ class Service:
                 "/inference/v1/generate"
             )
 
-    def body_decoder(self, kind: type[T]) -> BodyDecoder[T]:
-        """Return a decoder of bodies in the form of the struct `kind`."""
-        return BodyDecoder(kind, self._options, self.memory_return.schedule)
+    def body_decoder(self, kind: type[T], fates: Mapping[str, Fate] | None = None) -> BodyDecoder[T]:
+        """Return a decoder of bodies in the form of the struct `kind`. `fates`: see `BodyDecoder`."""
+        schedule = self.memory_return.schedule
+        return BodyDecoder(kind, self._options, schedule, fates=fates, ignored_log=self._ignored_log)
 
     @functools.cached_property
     def text(self) -> TextProcessor:
@@ -118,11 +125,6 @@ class Service:
             return adapter
         adapters = [adapter.name for adapter in self.client.state.adapters]
         raise UnknownModel(f"model {name!r} is not served here; served: {', '.join([*self.model_names, *adapters])}")
-
-    def check_store(self, store: bool | None) -> None:
-        """Raise `InvalidRequest` for OpenAI's `store`, because answers are not kept."""
-        if store:
-            raise InvalidRequest("`store` is not supported; leave it out", param="store")
 
     def check_priority(self, priority: int | None) -> int:
         """Return the priority with its default. Raises `InvalidRequest` if it could have no effect."""

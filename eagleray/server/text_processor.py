@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from eagleray.client.text.chat_template import OverBudget, RenderBudget
+from eagleray.client.text.conversation import check_messages
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.server.timeouts import INLINE_RENDER_SECONDS
@@ -85,14 +86,17 @@ class TextProcessor:
         decode = partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)
         return decode() if len(token_ids) <= INLINE_CHARS else await self._in_thread(self._tokenizing, decode)
 
-    def check_messages(self, count: int) -> None:
-        """Raise `PromptTooLong` for a conversation of more messages than the model's length has tokens."""
+    def check_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `PromptTooLong` for a conversation of more messages than the model's length has tokens, and
+        `InvalidRequest` for a message that no template could show."""
+        count = len(messages)
         if count > self._model_len:
             raise PromptTooLong(
                 f"there are {count} messages, which cannot fit into the {self._model_len} tokens of the model's length "
                 "(option `max_model_len`): send fewer",
                 param="messages",
             )
+        check_messages(messages)
 
     async def render(
         self,
@@ -101,22 +105,30 @@ class TextProcessor:
         add_generation_prompt: bool,
         continue_final_message: bool,
         chat_template_kwargs: Mapping[str, Any] | None,
+        chat_template: str | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
     ) -> str:
-        """Return the prompt that the chat template makes of `messages`.
+        """Return the prompt that the chat template makes of `messages`, which were checked.
 
         Raises `PromptTooLong` for messages that cannot fit into the model's length, and `InvalidRequest` if the
         template refuses them or takes too long.
         """
-        num_chars = sum(len(message["content"]) for message in messages)
+        num_chars = sum(map(_content_chars, messages))
         self._check_chars(num_chars, self._model_len)
+        is_short = not (chat_template or tools or documents) and num_chars <= INLINE_CHARS
+        is_short = is_short and len(messages) <= INLINE_MESSAGES and all(map(_is_plain, messages))
         render = partial(
             self._tokenizer.apply_chat_template,
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
+            chat_template=chat_template,
+            tools=tools,
+            documents=documents,
         )
-        if len(messages) <= INLINE_MESSAGES and num_chars <= INLINE_CHARS:
+        if is_short:
             try:
                 return render(budget=self._budget(INLINE_RENDER_SECONDS))
             except OverBudget:
@@ -174,3 +186,19 @@ class TextProcessor:
 
     async def _in_thread(self, threads: ThreadPoolExecutor, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(threads, function)
+
+
+def _content_chars(message: Mapping[str, Any]) -> int:
+    """Return the length of a message's text."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return len(content or "")
+    return sum(len(part if isinstance(part, str) else part["text"]) for part in content)
+
+
+def _is_plain(message: Mapping[str, Any]) -> bool:
+    """Whether a message has no more than a role, a content and short texts."""
+    return len(message) <= 2 or all(
+        value is None or name == "content" or (isinstance(value, str) and len(value) <= INLINE_CHARS // INLINE_MESSAGES)
+        for name, value in message.items()
+    )

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from eagleray.errors import InvalidRequest
-from eagleray.server.chat_messages import Message, render_chat
+from eagleray.server.chat_messages import Messages, check_template_fields, render_chat
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.service import Service
@@ -21,7 +21,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: Annotated[
         bool | None, Meta(description="Default: true for a text, false for a conversation.")
     ] = None
@@ -29,6 +29,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: Annotated[bool | None, Meta(description="For a conversation.")] = None
     continue_final_message: Annotated[bool | None, Meta(description="For a conversation.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="For a conversation.")] = None
+    chat_template: Annotated[str | None, Meta(description="For a conversation.")] = None
+    tools: Annotated[list[dict[str, Any]] | None, Meta(description="For a conversation.")] = None
+    documents: Annotated[list[dict[str, Any]] | None, Meta(description="For a conversation.")] = None
+    reasoning_effort: Annotated[str | None, Meta(description="For a conversation.")] = None
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):
@@ -48,7 +52,15 @@ class DetokenizeResponse(msgspec.Struct, frozen=True):
     prompt: str
 
 
-CONVERSATION_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+CONVERSATION_FIELDS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "chat_template",
+    "tools",
+    "documents",
+    "reasoning_effort",
+)
 
 
 class TokenRoutes:
@@ -91,6 +103,8 @@ class TokenRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either `prompt` or `messages`", param="prompt")
         if body.messages is not None:
+            check_template_fields(self._service, body)
+            self._service.text.check_messages(body.messages)
             text = await render_chat(self._service, body.messages, body)
             return await self._encode_text(text, add_special_tokens=bool(body.add_special_tokens))
         for name in CONVERSATION_FIELDS:

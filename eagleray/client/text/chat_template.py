@@ -7,13 +7,14 @@ bounds the time that it takes and the text that it writes.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -21,11 +22,16 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from eagleray.client.text.conversation import check_messages, template_message
+from eagleray.client.text.template_form import ContentFormat, MessageForm, message_form
 from eagleray.errors import InvalidRequest
 
 END_OF_TEXT = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the last message to find its end in the rendered text. The space shows whether texts are trimmed."""
 
+
+MAX_GIVEN_TEMPLATES = 16
+"""Number of templates of requests that are kept in compiled form."""
 
 MAX_PRODUCT = 2**20
 """Largest length of a text or list that a template may make by repetition, and of a number in bits."""
@@ -65,13 +71,17 @@ _budget: ContextVar[RenderBudget | None] = ContextVar("budget", default=None)
 class ChatTemplate:
     """The chat templates of one tokenizer, by name. Each is compiled when it is first used.
 
-    `variables`: the named special tokens, which every template may use.
+    `variables`: the named special tokens, which every template may use. `content_format`: see `ContentFormat`.
     """
 
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], variables: Mapping[str, str], content_format: ContentFormat = "auto"
+    ) -> None:
         self._sources = sources
         self._variables = variables
-        self._compiled: dict[str, Template] = {}
+        self._content_format = content_format
+        self._compiled: dict[str, _CompiledTemplate] = {}
+        self._compile_given = functools.lru_cache(MAX_GIVEN_TEMPLATES)(self._compile)
 
     def render(
         self,
@@ -82,9 +92,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         documents: Sequence[Mapping[str, Any]] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
+        source: str | None = None,
         budget: RenderBudget | None = None,
     ) -> str:
-        """Return the prompt.
+        """Return the prompt. `source`: a template to use in place of the tokenizer's.
 
         Raises `InvalidRequest` if there is no template or the template raises, and `OverBudget` if the template exceeds
         the `budget`.
@@ -95,15 +106,11 @@ class ChatTemplate:
                 "set one of them",
                 param="add_generation_prompt",
             )
-        conversation = [_plain_message(message) for message in messages]
-        if not conversation:
-            raise InvalidRequest("the conversation is empty, but it needs at least one message", param="messages")
-        final_text = conversation[-1].get("content")
-        if continue_final_message:
-            if not isinstance(final_text, str):
-                raise InvalidRequest("`continue_final_message`: the last message has no content", param="messages")
-            conversation[-1]["content"] = final_text + END_OF_TEXT
-        variables = {
+        check_messages(messages)
+        compiled = self._template("tool_use" if tools and "tool_use" in self._sources else "default", source)
+        conversation = [template_message(message, compiled.form) for message in messages]
+        final_text = _open_end(conversation) if continue_final_message else ""
+        variables: dict[str, Any] = {
             "messages": conversation,
             "tools": tools,
             "documents": documents,
@@ -115,18 +122,24 @@ class ChatTemplate:
                 f"`chat_template_kwargs` cannot hold {taken[0]!r}: it is a field of its own",
                 param="chat_template_kwargs",
             )
-        template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
+        variables = {**self._variables, **extra, **variables}
         try:
-            text = _render(template, {**self._variables, **extra, **variables}, budget)
+            text = _render(compiled.template, variables, budget)
         except OverBudget:
             raise
         except Exception as error:  # untrusted code may raise anything, which ends this request alone
             raise InvalidRequest(
                 f"the chat template refuses these messages: {_explain(error)}", param="messages"
             ) from None
-        return _cut(text, final_text or "") if continue_final_message else text
+        return _cut(text, final_text) if continue_final_message else text
 
-    def _template(self, name: str) -> Template:
+    def uses(self, name: str) -> bool:
+        """Whether the template has this variable."""
+        return any(name in source for source in self._sources.values())
+
+    def _template(self, name: str, source: str | None) -> _CompiledTemplate:
+        if source is not None:
+            return self._compile_given(source)
         if name not in self._sources:
             names = f"; it has {', '.join(map(repr, self._sources))} only" if self._sources else ""
             raise InvalidRequest(
@@ -135,13 +148,37 @@ class ChatTemplate:
                 param="messages",
             )
         if name not in self._compiled:
-            try:
-                self._compiled[name] = _environment().from_string(self._sources[name])
-            except TemplateSyntaxError as error:
-                raise InvalidRequest(
-                    f"the model's chat template has an error in line {error.lineno}: {error.message}", param="messages"
-                ) from None
+            self._compiled[name] = self._compile(self._sources[name])
         return self._compiled[name]
+
+    def _compile(self, source: str) -> _CompiledTemplate:
+        environment = _environment()
+        try:
+            form = message_form(environment.parse(source), source, self._content_format)
+            return _CompiledTemplate(environment.from_string(source), form)
+        except TemplateSyntaxError as error:
+            raise InvalidRequest(
+                f"the model's chat template has an error in line {error.lineno}: {error.message}", param="messages"
+            ) from None
+
+
+class _CompiledTemplate(NamedTuple):
+    template: Template
+    form: MessageForm
+
+
+def _open_end(conversation: list[dict[str, Any]]) -> str:
+    """Mark the end of the last message's text, and return that text. Raises `InvalidRequest` if it has none."""
+    last = conversation[-1]
+    content = last.get("content")
+    if isinstance(content, str):
+        last["content"] = content + END_OF_TEXT
+        return content
+    if content:
+        text: str = content[-1]["text"]
+        content[-1]["text"] = text + END_OF_TEXT
+        return text
+    raise InvalidRequest("`continue_final_message`: the last message has no content", param="messages")
 
 
 def _render(template: Template, variables: Mapping[str, Any], budget: RenderBudget | None) -> str:
@@ -160,40 +197,6 @@ def _render(template: Template, variables: Mapping[str, Any], budget: RenderBudg
 def _check_budget(num_chars: int = 0) -> None:
     if (budget := _budget.get()) is not None:
         budget.check(num_chars)
-
-
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy for the template, without fields that are None and with its content as a text.
-
-    Raises `InvalidRequest` for content that is not text.
-    """
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequest(
-            f'a message is a mapping with a "role" and a "content", but one is {message!r:.100}', param="messages"
-        )
-    plain = {name: value for name, value in message.items() if value is not None}
-    if "content" in plain:
-        plain["content"] = _text_of(plain["content"])
-    return plain
-
-
-def _text_of(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise InvalidRequest(
-            f"the content of a message is a text or a list of parts, but one is a {type(content).__name__}",
-            param="messages",
-        )
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(
-                f'a part of a message\'s content is of type {kind!r}, but only {{"type": "text", "text": "..."}} is '
-                "supported",
-                param="messages",
-            )
-    return "".join(part["text"] for part in content)
 
 
 def _cut(text: str, final_text: str) -> str:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from eagleray.client.text.chat_template import ChatTemplate, RenderBudget
 from eagleray.client.text.end_tokens import eos_token_ids
+from eagleray.client.text.template_form import ContentFormat
 from eagleray.client.text.tokenizer_files import chat_template_source, load_backend, named_tokens, read_tokenizer_config
 from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
 
@@ -57,8 +58,11 @@ class Tokenizer:
         return longest if self._backend.normalizer is None else longest * MAX_NORMALIZED_CHARS
 
     @classmethod
-    def load(cls, directory: Path, *, chat_template: Path | None = None) -> Tokenizer:
-        """Load the tokenizer of a checkpoint. `chat_template` is the file of a template to use in place of its own.
+    def load(
+        cls, directory: Path, *, chat_template: Path | None = None, content_format: ContentFormat = "auto"
+    ) -> Tokenizer:
+        """Load the tokenizer of a checkpoint. `chat_template` is the file of a template to use in place of its own,
+        `content_format` the form of messages in the template.
 
         Raises `CheckpointError` for a file that is missing or damaged, `ConfigError` for a wrong `chat_template`.
         """
@@ -82,7 +86,7 @@ class Tokenizer:
         return cls(
             backend,
             eos_token_ids=eos,
-            chat_template=ChatTemplate(templates, named),
+            chat_template=ChatTemplate(templates, named, content_format),
             clean_up_tokenization_spaces=bool(config.get("clean_up_tokenization_spaces", False)),
         )
 
@@ -158,9 +162,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         budget: RenderBudget | None = None,
     ) -> str:
         """Return the prompt for a conversation. Encode it without special tokens, because the template writes them.
+
+        `chat_template`: a template to use in place of the model's.
 
         Raises `InvalidRequest` if there is no template, if a message is not made of text, or if the template raises;
         `OverBudget` if the template exceeds the `budget`.
@@ -172,8 +179,13 @@ class Tokenizer:
             tools=tools,
             documents=documents,
             chat_template_kwargs=chat_template_kwargs,
+            source=chat_template,
             budget=budget,
         )
+
+    def template_uses(self, variable: str) -> bool:
+        """Whether the model's chat template has a variable of this name."""
+        return self._chat_template.uses(variable)
 
     def _bytes_of(self, token_id: int) -> bytes:
         if self.is_byte_level:

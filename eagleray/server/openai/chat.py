@@ -11,9 +11,11 @@ from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import field_names
-from eagleray.server.chat_messages import render_chat
+from eagleray.server.chat_messages import check_template_fields, render_chat
+from eagleray.server.field_fates import CHAT_FATES, TOOL_CALLS
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
 from eagleray.server.generation_route import ParsedRequest
+from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
 from eagleray.server.openai.requests import ChatRequest
 from eagleray.server.openai.responses import (
@@ -24,6 +26,7 @@ from eagleray.server.openai.responses import (
     ChatMessage,
     ChatResponse,
 )
+from eagleray.server.refusals import Reasons
 from eagleray.server.routed_experts import routed_experts
 
 FIELD_NAMES = {"prompt": "messages"}
@@ -37,10 +40,19 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
     chunk_type = ChatChunk
     logprobs_type = ChatLogprobs
     field_names = FIELD_NAMES
+    fates = CHAT_FATES
     id_prefix = "chatcmpl-"
 
+    def _check_features(self, reasons: Reasons) -> None:
+        body = self.body
+        with reasons.collecting():
+            _check_tools(body)
+        with reasons.collecting():
+            check_template_fields(self.service, body)
+        with reasons.collecting():
+            self.service.text.check_messages(body.messages)
+
     def _sampling_params(self) -> SamplingParams:
-        self.service.check_store(self.body.store)
         max_tokens = self._max_tokens()
         if max_tokens is None:  # the model's default, or else as many as the model's length allows
             max_tokens = self.service.default_sampling.get("max_tokens")
@@ -58,7 +70,7 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
 
     def _num_logprobs(self) -> int | None:
         num_logprobs, most = self.body.top_logprobs, self.service.max_logprobs
-        if num_logprobs is None:
+        if not num_logprobs:
             return 0 if self.body.logprobs else None
         if not self.body.logprobs:
             raise InvalidRequest("`top_logprobs` is only for requests with `logprobs` true", param="top_logprobs")
@@ -129,3 +141,11 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
 
     def _make_chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         return ChatChunk(id=self.id, created=self.created, model=self.model_name, choices=choices, usage=self.usage)
+
+
+def _check_tools(body: ChatRequest) -> None:
+    """Raise `UnsupportedParameter` if the answer may have to be a tool call."""
+    if (not body.tools and body.tool_choice in (None, "none", "auto")) or body.tool_choice == "none":
+        return
+    given = {"tools": body.tools, "tool_choice": body.tool_choice, "parallel_tool_calls": body.parallel_tool_calls}
+    raise unsupported_feature(TOOL_CALLS, [name for name, value in given.items() if value])

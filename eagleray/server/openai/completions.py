@@ -9,6 +9,7 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
+from eagleray.server.field_fates import COMPLETION_FATES
 from eagleray.server.generation import Generation, weight_versions
 from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import CompletionLogprobs, LogprobsCollector, Position, completion_logprobs, slices
@@ -29,11 +30,11 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
     response_type = CompletionResponse
     chunk_type = CompletionResponse
     logprobs_type = CompletionLogprobs
+    fates = COMPLETION_FATES
     id_prefix = "cmpl-"
 
     def _sampling_params(self) -> SamplingParams:
         body = self.body
-        self.service.check_store(body.store)
         self.service.check_tokenizer()
         self._parts = _parts(body)
         self.num_prompts = len(self._parts)

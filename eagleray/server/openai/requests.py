@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
-from eagleray.server.body import Empty, EmptyObject, Null
-from eagleray.server.chat_messages import Message
+from eagleray.server.chat_messages import Messages
 from eagleray.server.fields import SamplingFields, StreamOptions, Timeout
 from eagleray.server.routed_experts import RoutedExpertsFormat
 
@@ -30,11 +28,14 @@ class OpenAIRequest(SamplingFields, kw_only=True):
         None
     )
     routed_experts_format: RoutedExpertsFormat | None = None
+    request_id: Annotated[
+        str | None, Meta(max_length=256, description="Names the request. Default: the header X-Request-Id.")
+    ] = None
+    session_id: Annotated[
+        str | None, Meta(max_length=256, description="Names a session. Default: the header X-Session-ID.")
+    ] = None
     user: Annotated[str | None, Meta(description="OpenAI's label of the end user; no effect on the answer.")] = None
-    safety_identifier: Annotated[str | None, Meta(description="OpenAI's newer name of `user`.")] = None
-    metadata: EmptyObject = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Annotated[bool | None, Meta(description="Not supported: false or null only.")] = None
+    metadata: Annotated[Any, Meta(description="No effect on the answer.")] = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
@@ -51,18 +52,12 @@ class CompletionRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True)
     add_special_tokens: Annotated[
         bool | None, Meta(description="Default true: the prompt begins as the model expects it.")
     ] = None
-    best_of: Null = None
-    suffix: Null = None
-
-
-class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text"]
 
 
 class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
     """Answer in a conversation."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Messages
     logprobs: Annotated[bool | None, Meta(description="Report the tokens' log-probabilities.")] = None
     top_logprobs: Annotated[int | None, Meta(description="Also of this many likeliest tokens.")] = None
     max_completion_tokens: Annotated[int | None, Meta(description="OpenAI's newer name of `max_tokens`.")] = None
@@ -78,15 +73,17 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: Annotated[
         bool | None, Meta(description="Default false: chat templates write the special tokens themselves.")
     ] = None
-    response_format: TextFormat | None = None
-    modalities: list[Literal["text"]] | None = None
-    tools: Empty = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Null = None
-    functions: Empty = None
-    function_call: Literal["none", "auto"] | None = None
-    audio: Null = None
-    prediction: Null = None
-    reasoning_effort: Null = None
-    verbosity: Null = None
-    web_search_options: Null = None
+    chat_template: Annotated[
+        str | None,
+        Meta(description="Jinja template in place of the model's. Only with the option `trust_request_chat_template`."),
+    ] = None
+    documents: Annotated[list[dict[str, Any]] | None, Meta(description="Given to the chat template.")] = None
+    reasoning_effort: Annotated[
+        str | None, Meta(description="Given to the chat template, whose variable `enable_thinking` it sets too.")
+    ] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        Meta(description="Given to the chat template. Only with `tool_choice` none: tool calls are not supported."),
+    ] = None
+    tool_choice: Annotated[Any, Meta(description="none, or auto without `tools`.")] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="No effect.")] = None

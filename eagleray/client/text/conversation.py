@@ -1,0 +1,145 @@
+"""Messages of a conversation in the form that chat templates expect. Pure.
+
+The rules are those of transformers, which passes messages as they are, and of vLLM's servers, which mend what templates
+cannot use: arguments of tool calls that are JSON in a text, and contents in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from eagleray.client.text.template_form import MessageForm
+from eagleray.errors import InvalidRequest
+
+MAX_ROLE_CHARS = 64
+REASONING_NAMES = ("reasoning", "reasoning_content")
+"""Names of an assistant's reasoning: the one of OpenAI's newer clients, and the one of most templates."""
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    """Raise `InvalidRequest` for the first message that no template could show. Other keys are not looked at."""
+    if not messages:
+        raise InvalidRequest("the conversation is empty, but it needs at least one message", param="messages")
+    for index, message in enumerate(messages):
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+        if type(role) is not str or type(content) is not str or len(message) > 2:
+            _check_message(message, f"messages[{index}]")
+
+
+def template_message(message: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
+    """Return a copy of a checked message in this form. Of keys that are null only an assistant's content stays."""
+    role, content = message["role"], message.get("content")
+    plain = {name: value for name, value in message.items() if value is not None}
+    if role == "assistant":
+        _complete_answer(plain)
+        if content is None and "content" in message:
+            plain["content"] = None
+    if role == "developer" and not form.knows_developer:
+        plain["role"] = "system"
+    if isinstance(content, str) and form.wraps_texts:
+        plain["content"] = [{"type": "text", "text": content}]
+    elif content is not None and not isinstance(content, str):
+        plain["content"] = _parts(content) if form.keeps_parts else "".join(part["text"] for part in _parts(content))
+    return plain
+
+
+def _parts(content: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the parts of a content as objects with a type. Clients may send texts instead, or leave the type out."""
+    parts = ({"text": part} if isinstance(part, str) else part for part in content)
+    return [{"type": "text", **part} for part in parts]
+
+
+def _complete_answer(message: dict[str, Any]) -> None:
+    """Give the reasoning of an assistant's message both of its names, and the arguments of its calls as objects."""
+    reasoning = next((message[name] for name in REASONING_NAMES if name in message), None)
+    if reasoning is not None:
+        message |= {name: message.get(name, reasoning) for name in REASONING_NAMES}
+    calls = message.get("tool_calls")
+    if calls:
+        message["tool_calls"] = [_with_arguments(call) for call in calls]
+    elif calls is not None:
+        del message["tool_calls"]
+
+
+def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object.
+
+    Arguments that are no JSON object become an empty one, because a refusal would end a conversation for good in which
+    a model once wrote them.
+    """
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given)
+        except (msgspec.DecodeError, RecursionError):
+            return {}
+    return dict(given) if isinstance(given, Mapping) else {}
+
+
+def _check_message(message: Any, path: str) -> None:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(
+            f'`{path}`: a message is a mapping with a "role" and a "content", but this is {message!r:.100}', param=path
+        )
+    role = message.get("role")
+    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE_CHARS:
+        wrong = "is missing" if role is None else f"must be a text of 1 to {MAX_ROLE_CHARS} characters"
+        raise InvalidRequest(f"`{path}.role` {wrong}: such as system, user, assistant or tool", param=f"{path}.role")
+    content = message.get("content")
+    if content is None and role in ("system", "developer", "user", "tool"):
+        wrong = "is null" if "content" in message else "is missing"
+        raise InvalidRequest(
+            f"`{path}.content` {wrong}, but a message of the role {role} needs a text", param=f"{path}.content"
+        )
+    if content is not None and not isinstance(content, str):
+        _check_parts(content, f"{path}.content")
+    if role == "assistant":
+        _check_calls(message.get("tool_calls"), f"{path}.tool_calls")
+    name = message.get("name")
+    if name is not None and not isinstance(name, str):
+        raise InvalidRequest(f"`{path}.name` must be a text", param=f"{path}.name")
+
+
+def _check_parts(content: Any, path: str) -> None:
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidRequest(
+            f"`{path}` must be a text or a list of parts, but it is of the type {type(content).__name__}", param=path
+        )
+    for index, part in enumerate(content):
+        if isinstance(part, str):
+            continue
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise InvalidRequest(
+                f'`{path}[{index}]` is a part of the type {kind!r:.40}, but only {{"type": "text", "text": "..."}} is '
+                "supported",
+                param=f"{path}[{index}].type",
+            )
+        if not isinstance(text, str):
+            raise InvalidRequest(
+                f'`{path}[{index}].text` must be a text, as in {{"type": "text", "text": "..."}}',
+                param=f"{path}[{index}].text",
+            )
+
+
+def _check_calls(calls: Any, path: str) -> None:
+    if calls is None:
+        return
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        raise InvalidRequest(f"`{path}` must be a list of calls", param=path)
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(
+                f'`{path}[{index}]` must be a call such as {{"id": "1", "type": "function", "function": {{"name": '
+                '"f", "arguments": "{}"}}',
+                param=f"{path}[{index}]",
+            )

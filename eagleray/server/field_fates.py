@@ -1,0 +1,168 @@
+"""Treatment of the fields that programs send to /v1/completions and /v1/chat/completions without an effect here.
+
+A field has an effect if the struct of the body has it (`openai/requests.py`); every other field that is known by name
+has a row in one of the tables of this module, and a field without a row is reported as ignored. A new feature moves its
+fields from here into the struct. The document /openapi.json takes its descriptions of such fields from here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+
+class Feature(NamedTuple):
+    """A feature that does not exist here, for the sentence of a refusal."""
+
+    name: str
+    advice: str = "leave it out"
+
+
+class Fate(NamedTuple):
+    """Treatment of one field. null is accepted silently for all of them."""
+
+    kind: Literal["accept", "ignore", "refuse"]
+    """`accept`: any value, silently. `ignore`: reported in a header and once in the log, unless the value is in `off`.
+    `refuse`: with a sentence about `feature`, unless the value is in `off`."""
+    off: tuple[Any, ...] = ()
+    """Values that mean the feature is off or has its usual value. Other spellings of them are converted as for fields
+    with an effect."""
+    feature: Feature = Feature("")
+    equal_to: str = ""
+    """Name of a field whose value, 1 by default, is in `off` too."""
+
+
+ACCEPTED = Fate("accept")
+
+
+def ignored(*off: Any) -> Fate:
+    return Fate("ignore", off)
+
+
+def refused(feature: Feature, *off: Any, equal_to: str = "") -> Fate:
+    return Fate("refuse", off, feature, equal_to)
+
+
+STRUCTURED_OUTPUTS = Feature(
+    "structured outputs", "leave it out, describe the form in the prompt and check the answer, or use a stop string"
+)
+TOOL_CALLS = Feature("tool calls", "leave them out, or give `tool_choice` none for an answer in text")
+BEAM_SEARCH = Feature("beam search", "leave it out; `n` with a temperature gives several completions")
+BEST_OF = Feature("a choice of the best of several completions", "give it the value of `n`, or leave it out")
+SUFFIX = Feature("insertion before a text", "leave it out")
+FUNCTIONS = Feature("function calls", "leave it out")
+AUDIO = Feature("audio", "leave it out; answers are texts")
+MEDIA = Feature("images, audio and video", "leave it out; messages are texts")
+WEB_SEARCH = Feature("web search", "leave it out")
+PREDICTION = Feature("predicted outputs", "leave it out")
+VERBOSITY = Feature("a verbosity of answers", "leave it out, and ask for short or long answers in the prompt")
+REASONING = Feature("separate reasoning", "leave it out; the answer's text has the reasoning too")
+THINKING_BUDGET = Feature("a budget of thinking tokens", "leave it out; `max_tokens` limits the whole answer")
+TRUNCATION = Feature("truncation of prompts", "leave it out and shorten the prompt")
+ECHO = Feature("an echo of the conversation", "leave it out; /v1/completions has it")
+TOKEN_STRINGS = Feature("tokens as `token_id:…`", "leave it out; `return_token_ids` gives the ids")
+OFFSETS = Feature("offsets of tokens in the text", "leave it out")
+PROMPT_TEXT = Feature("the text of the prompt in the answer", "leave it out; `return_token_ids` gives its ids")
+EMBEDS = Feature("prompts of embeddings", "leave it out and send a text or token ids")
+TRANSFER = Feature("transfer of the cache between servers", "leave it out")
+PLUGINS = Feature("arguments of plug-ins", "leave it out")
+PROCESSORS = Feature("logits processors of requests", "leave it out; `logit_bias` and `bad_words` are there")
+REPETITION = Feature("detection of repetitions", "leave it out; `repetition_penalty` makes them less likely")
+STREAM_INTERVAL = Feature("longer intervals between events", "leave it out; events come with every step")
+WATERMARK = Feature("watermarks", "leave it out")
+ADAPTER = Feature("adapters by this name", "give the adapter's name as `model`")
+CONTEXT_SIZE = Feature("a context size of requests", "leave it out; the option `--max-model-len` sets it")
+STOP_REGEX = Feature("stop conditions by patterns", "leave it out and use `stop`")
+
+
+def _renamed(name: str) -> Feature:
+    return Feature(f"this name of `{name}`", f"call it `{name}`")
+
+
+def _other_sampling(kind: str) -> Feature:
+    return Feature(kind, "leave it out and use `temperature`, `top_p`, `top_k` or `min_p`")
+
+
+# Fields of other engines that change the tokens: whoever sends them would get other answers than expected.
+OTHER_ENGINES: Mapping[str, Fate] = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), refused(STRUCTURED_OUTPUTS)),
+    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ACCEPTED),
+    **dict.fromkeys(("regex", "ebnf", "json_schema", "grammar", "structural_tag"), refused(STRUCTURED_OUTPUTS, "")),
+    "stop_regex": refused(STOP_REGEX, "", []),
+    "lora_path": refused(ADAPTER),
+    "custom_logit_processor": refused(PROCESSORS),
+    "mirostat": refused(_other_sampling("Mirostat sampling"), 0),
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta"), ACCEPTED),
+    "typical_p": refused(_other_sampling("typical sampling"), 1.0, 0.0),
+    "tfs_z": refused(_other_sampling("tail-free sampling"), 1.0),
+    "top_a": refused(_other_sampling("top-a sampling"), 0.0),
+    "dry_multiplier": refused(REPETITION, 0.0),
+    **dict.fromkeys(("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"), ACCEPTED),
+    "xtc_probability": refused(_other_sampling("XTC sampling"), 0.0),
+    "xtc_threshold": ACCEPTED,
+    "dynatemp_range": refused(_other_sampling("a dynamic temperature"), 0.0),
+    "dynatemp_exponent": ACCEPTED,
+    "repeat_penalty": refused(_renamed("repetition_penalty"), 1.0),
+    "repeat_last_n": ACCEPTED,
+    **dict.fromkeys(("n_predict", "num_predict"), refused(_renamed("max_tokens"), -1)),
+    "max_new_tokens": refused(_renamed("max_tokens")),
+    "num_ctx": refused(CONTEXT_SIZE),
+}
+
+COMMON: Mapping[str, Fate] = {
+    **OTHER_ENGINES,
+    "best_of": refused(BEST_OF, 1, equal_to="n"),
+    "use_beam_search": refused(BEAM_SEARCH, False),
+    "length_penalty": refused(BEAM_SEARCH, 1.0),
+    "early_stopping": refused(BEAM_SEARCH, False),
+    "spaces_between_special_tokens": ACCEPTED,
+    "response_format": refused(STRUCTURED_OUTPUTS, {"type": "text"}),
+    "structured_outputs": refused(STRUCTURED_OUTPUTS),
+    "include_reasoning": refused(REASONING, True),
+    "separate_reasoning": refused(REASONING, False),
+    "thinking_token_budget": refused(THINKING_BUDGET, -1),
+    "truncate_prompt_tokens": refused(TRUNCATION),
+    "truncation_side": ACCEPTED,
+    "return_tokens_as_token_ids": refused(TOKEN_STRINGS, False),
+    "return_token_offsets": refused(OFFSETS, False),
+    "stream_interval": refused(STREAM_INTERVAL, 1),
+    "repetition_detection": refused(REPETITION),
+    "watermarking": refused(WATERMARK, False),
+    "vllm_xargs": refused(PLUGINS, {}),
+    "kv_transfer_params": refused(TRANSFER, {}),
+    "ec_transfer_params": refused(TRANSFER, {}),
+    "logits_processors": refused(PROCESSORS, []),
+    "features": refused(MEDIA),
+    "mm_processor_kwargs": refused(MEDIA, {}),
+    "mm_payload": ACCEPTED,
+    "return_mm_kwargs": refused(MEDIA, False),
+    "prompt_embeds": refused(EMBEDS),
+    "service_tier": ignored("auto", "default"),
+    "store": ignored(False),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), ACCEPTED),
+    "stream_options.include_obfuscation": ACCEPTED,
+}
+
+COMPLETION_FATES: Mapping[str, Fate] = {
+    **COMMON,
+    "suffix": refused(SUFFIX, ""),
+    "max_completion_tokens": refused(_renamed("max_tokens")),
+    "messages": refused(Feature("messages on this route", "send them to /v1/chat/completions"), []),
+}
+"""Table of /v1/completions."""
+
+CHAT_FATES: Mapping[str, Fate] = {
+    **COMMON,
+    "functions": refused(FUNCTIONS, []),
+    "function_call": refused(FUNCTIONS, "none", "auto"),
+    "modalities": refused(AUDIO, ["text"], []),
+    "audio": refused(AUDIO),
+    "prediction": refused(PREDICTION),
+    "verbosity": refused(VERBOSITY, "medium"),
+    "web_search_options": refused(WEB_SEARCH),
+    "echo": refused(ECHO, False),
+    "return_prompt_text": refused(PROMPT_TEXT, False),
+    "media_io_kwargs": refused(MEDIA, {}),
+    "suffix": refused(SUFFIX, ""),
+}
+"""Table of /v1/chat/completions."""

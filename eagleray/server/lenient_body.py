@@ -1,0 +1,184 @@
+"""Second reading of a body that its strict decoder has refused, field by field, by a table of `Fate`s.
+
+Values are converted as pydantic does, fields without an effect are dropped, and every reason for a refusal is
+collected. Holds no state of any request; driven by `body`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from eagleray.errors import InvalidRequest, UnsupportedParameter
+from eagleray.log import get_logger
+from eagleray.server.coercion import coerce, field_types
+from eagleray.server.field_fates import Fate, Feature
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+Explain = Callable[[str, str], InvalidRequest]
+"""Makes the user's error from msgspec's message and the path of the field."""
+
+MAX_NAME_CHARS = 64
+MAX_SHOWN_NAMES = 16
+"""Number of ignored fields that a header names; the others are counted."""
+MAX_LOGGED_NAMES = 256
+"""Number of ignored fields that the log of one process names."""
+
+NO_HEADER_CHARS = re.compile(r"[^\x21-\x2b\x2d-\x7e]")
+
+
+class IgnoredFields:
+    """Names of the fields of one body that have no effect. Long names are cut, and only the first ones are kept."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.num_more = 0
+
+    def add(self, name: str) -> None:
+        if len(self.names) == MAX_SHOWN_NAMES:
+            self.num_more += 1
+        else:
+            self.names.append(shown_name(name))
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    @property
+    def header(self) -> str:
+        """The names as the value of a header."""
+        return ", ".join([*self.names, *([f"and {self.num_more} more"] if self.num_more else [])])
+
+
+class IgnoredFieldLog:
+    """Logs each ignored field once in the life of a process."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def note(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self._logged or len(self._logged) > MAX_LOGGED_NAMES:
+                continue
+            self._logged.add(name)
+            if len(self._logged) > MAX_LOGGED_NAMES:
+                logger.warning("more fields of requests are ignored; from now on they are not logged")
+            else:
+                logger.warning(
+                    "field `%s` of a request is ignored, because it has no effect here; logged once for each field",
+                    name,
+                )
+
+
+class Reading(NamedTuple, Generic[T]):
+    """Result of reading one body."""
+
+    body: T | None
+    """The body without the fields that are refused; None if the rest is wrong too."""
+    ignored: IgnoredFields
+    reasons: list[InvalidRequest]
+
+
+class LenientReader(Generic[T]):
+    """Reads the decoded bodies of one route in the form of the struct `kind`, by the table `fates`."""
+
+    def __init__(self, kind: type[T], fates: Mapping[str, Fate], explain: Explain) -> None:
+        self._kind = kind
+        self._fates = fates
+        self._explain = explain
+
+    def read(self, fields: Mapping[str, Any]) -> Reading[T]:
+        reading = _FieldReader(self._fates, self._explain)
+        body = reading.read_struct(self._kind, fields, "")
+        return Reading(body, reading.ignored, reading.all_reasons())
+
+
+class _FieldReader:
+    """Reads the fields of one body."""
+
+    def __init__(self, fates: Mapping[str, Fate], explain: Explain) -> None:
+        self.ignored = IgnoredFields()
+        self._fates = fates
+        self._explain = explain
+        self._wrong: list[InvalidRequest] = []
+        self._asked: dict[Feature, list[str]] = {}
+        """Features that do not exist, with the fields that ask for them."""
+
+    def all_reasons(self) -> list[InvalidRequest]:
+        unsupported = [unsupported_feature(feature, names) for feature, names in self._asked.items()]
+        return [*unsupported, *self._wrong]
+
+    def read_struct(self, kind: type[Any], fields: Mapping[str, Any], prefix: str) -> Any:
+        """Return the struct, or None if a field of it is wrong or missing."""
+        types = field_types(kind)
+        known = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+        values, num_wrong = {}, len(self._wrong)
+        for name, value in fields.items():
+            if name in known:
+                field = known[name]
+                values[field.name] = self._convert(value, types[name], field.type, prefix + name)
+            elif value is not None:
+                self._drop(prefix + name, value, fields)
+        missing = [name for name, field in known.items() if field.required and name not in fields]
+        self._wrong += [InvalidRequest(f"`{prefix}{name}` is missing", param=prefix + name) for name in missing]
+        return kind(**values) if len(self._wrong) == num_wrong else None
+
+    def _convert(self, value: Any, kind: inspect.Type, annotation: Any, path: str) -> Any:
+        struct = _struct_of(kind)
+        if struct is not None and isinstance(value, dict):
+            return self.read_struct(struct, value, f"{path}.")
+        try:
+            return msgspec.convert(coerce(value, kind), annotation, str_keys=True)
+        except msgspec.ValidationError as error:
+            self._wrong.append(self._explain(str(error), path))
+        except RecursionError:
+            self._wrong.append(InvalidRequest(f"`{path}` is nested too deeply", param=path))
+        return None
+
+    def _drop(self, path: str, value: Any, fields: Mapping[str, Any]) -> None:
+        """Decide about a field that the struct does not have."""
+        fate = self._fates.get(path)
+        if fate is None:
+            self.ignored.add(path)
+        elif fate.kind == "accept" or _is_off(value, fate, fields):
+            return
+        elif fate.kind == "ignore":
+            self.ignored.add(path)
+        else:
+            self._asked.setdefault(fate.feature, []).append(path)
+
+
+def shown_name(name: str) -> str:
+    """Return the name of a field for a header or the log: its beginning, in visible ASCII without commas."""
+    cut = name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "..."
+    return NO_HEADER_CHARS.sub("?", cut) or "?"
+
+
+def unsupported_feature(feature: Feature, names: Iterable[str]) -> UnsupportedParameter:
+    """Return the refusal of a feature that is asked for by fields of these names."""
+    names = [*names]
+    listed = ", ".join(f"`{name}`" for name in names)
+    return UnsupportedParameter(
+        f"this server does not support {feature.name} ({listed}): {feature.advice}", param=names[0]
+    )
+
+
+def _struct_of(kind: inspect.Type) -> type[Any] | None:
+    """Return the struct that a value of this type is or may be."""
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    return next((one.cls for one in kinds if isinstance(one, inspect.StructType)), None)
+
+
+def _is_off(value: Any, fate: Fate, fields: Mapping[str, Any]) -> bool:
+    off = (*fate.off, fields.get(fate.equal_to) or 1) if fate.equal_to else fate.off
+    return any(_is_same(value, one) for one in off)
+
+
+def _is_same(value: Any, off: Any) -> bool:
+    return bool(coerce(value, inspect.type_info(type(off))) == off)
