@@ -11,6 +11,9 @@ from eagleray.server.fields import SamplingFields, StreamOptions, Timeout
 from eagleray.server.routed_experts import RoutedExpertsFormat
 
 
+ShortText = Annotated[str, Meta(max_length=256)]
+
+
 class OpenAIRequest(SamplingFields, kw_only=True):
     """The fields that both bodies have."""
 
@@ -29,11 +32,11 @@ class OpenAIRequest(SamplingFields, kw_only=True):
     )
     routed_experts_format: RoutedExpertsFormat | None = None
     request_id: Annotated[
-        str | None, Meta(max_length=256, description="Names the request. Default: the header X-Request-Id.")
+        ShortText | None, Meta(description="Names the request. Default: the header X-Request-Id.")
     ] = None
-    session_id: Annotated[
-        str | None, Meta(max_length=256, description="Names a session. Default: the header X-Session-ID.")
-    ] = None
+    session_id: Annotated[ShortText | None, Meta(description="Names a session. Default: the header X-Session-ID.")] = (
+        None
+    )
     user: Annotated[str | None, Meta(description="OpenAI's label of the end user; no effect on the answer.")] = None
     metadata: Annotated[Any, Meta(description="No effect on the answer.")] = None
 
