@@ -10,7 +10,6 @@ from eagleray.server.chat_messages import Messages
 from eagleray.server.fields import SamplingFields, StreamOptions, Timeout
 from eagleray.server.routed_experts import RoutedExpertsFormat
 
-
 ShortText = Annotated[str, Meta(max_length=256)]
 
 
