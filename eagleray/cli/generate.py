@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from eagleray.cli.options import add_config_flags, config_options
+from eagleray.cli.options import program_options
+from eagleray.config.flags import add_config_flags
 from eagleray.llm import LLM
 
 SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray", "observability")
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     prompts = arguments.prompt or [sys.stdin.read()]
     given = {name: value for name in (*SAMPLING_FLAGS, "stop") if (value := getattr(arguments, name)) is not None}
-    with LLM(**config_options(arguments, sections=SECTIONS)) as llm:
+    with LLM(**program_options(arguments, sections=SECTIONS)) as llm:
         params = llm.get_default_sampling_params(**given)
         if arguments.chat:
             outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, use_tqdm=False)

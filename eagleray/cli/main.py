@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import eagleray
 from eagleray.cli.api_key import hide_api_keys
+from eagleray.cli.command_parser import CommandParser
+from eagleray.config.suggestions import suggest
 from eagleray.errors import EagleRayError, UserError
 
 COMMANDS = {
@@ -18,6 +20,19 @@ COMMANDS = {
     "complete": "complete texts with a model of a running server",
     "bench": "measure a server, a model or a part",
 }
+
+COMMAND_MEANINGS = {
+    "run": "serve",
+    "start": "serve",
+    "server": "serve",
+    "api-server": "serve",
+    "batch": "generate",
+    "infer": "generate",
+    "completion": "complete",
+    "talk": "chat",
+    "benchmark": "bench",
+}
+"""Commands that words of other programs mean."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,16 +57,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="eagleray", description=eagleray.__doc__)
+    parser = CommandParser(prog="eagleray", description=eagleray.__doc__)
     parser.add_argument("--version", action="version", version=eagleray.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = _command(arguments)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        if name in arguments[:1]:
+        if name == chosen:
             module = importlib.import_module(f"eagleray.cli.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    return parser.parse_args(arguments)
+    return parser.parse(arguments)
+
+
+def _command(arguments: Sequence[str]) -> str | None:
+    """Return the command that is named. Raises `UserError` for one that does not exist, and for none."""
+    if not arguments:
+        raise UserError(f"name a command: {', '.join(COMMANDS)}; `eagleray COMMAND --help` lists its options")
+    command = arguments[0]
+    if command in COMMANDS or command.startswith("-"):
+        return command
+    meant = suggest(command, COMMANDS, COMMAND_MEANINGS, cutoff=0.6)
+    raise UserError(
+        f"there is no command {command!r}; "
+        + (f"did you mean `eagleray {meant}`?" if meant else f"there are {', '.join(COMMANDS)}")
+    )
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ import socket
 import time
 from typing import Any
 
-from eagleray.cli.options import add_config_flags, config_from
+from eagleray.cli.options import server_config
 from eagleray.config.api_keys import with_api_keys
+from eagleray.config.flags import add_config_flags
 from eagleray.config.resolve import checkpoint_dir, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 from eagleray.fleet.supervisor import Supervisor
 from eagleray.fleet.timeouts import FLUSH_SECONDS
-from eagleray.log import get_logger, setup_logging
+from eagleray.log import get_logger
 from eagleray.process.open_files import raise_open_files_limit
 from eagleray.server.connection_limit import SPARE_FILES, connection_limit
 from eagleray.transport.runtime_dir import check_room
@@ -47,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    config = with_api_keys(config_from(arguments, sections=SECTIONS))
-    setup_logging("serve", config.observability.log_level)
+    config = with_api_keys(server_config(arguments, sections=SECTIONS))
     open_files = raise_open_files_limit(needed=(config.serving.max_connections or 0) + SPARE_FILES)
     connection_limit(config.serving.max_connections, open_files=open_files)
     checkpoint_dir(config.model)  # a wrong path is an error before processes have started

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from eagleray.config.environment import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, take_api_keys
+from eagleray.config.environment import (
+    ADMIN_API_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    VLLM_API_KEY_VARIABLE,
+    take_variable,
+)
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 
@@ -19,7 +24,8 @@ def with_api_keys(config: Config) -> Config:
     Raises `ConfigError`, which names no key.
     """
     options = config.serving
-    keys = [*options.api_key, *_of_file(options.api_key_file), *_of_environment(API_KEY_VARIABLE)]
+    keys = [*options.api_key, *_of_file(options.api_key_file)]
+    keys += _of_environment(API_KEY_VARIABLE) + _of_environment(VLLM_API_KEY_VARIABLE)
     admin_keys = [*options.admin_api_key, *_of_environment(ADMIN_API_KEY_VARIABLE)]
     for name, given in (("api_key", keys), ("admin_api_key", admin_keys)):
         if not all(given):
@@ -59,7 +65,7 @@ def _of_file(path: str | None) -> list[str]:
 
 
 def _of_environment(variable: str) -> list[str]:
-    text = take_api_keys(variable)
+    text = take_variable(variable)
     if text is None:
         return []
     if keys := divided_keys(text):

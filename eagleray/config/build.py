@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-from typing import Any
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from eagleray.config.lora_modules import check_lora
+from eagleray.config.option_values import integer
 from eagleray.config.resolve import cache_bytes, check_executor, check_experts, check_fleet, check_instance_name
 from eagleray.config.sections import Config
+from eagleray.config.suggestions import suggest
+from eagleray.config.vllm_table import MEANINGS, TABLE
 from eagleray.errors import ConfigError
 
 
@@ -33,7 +36,7 @@ def build_config(**options: Any) -> Config:
         if name not in owners:
             raise unknown_option(name)
         if value is not None:
-            sections[owners[name]][name] = _shape(owners[name], name, value)
+            sections[owners[name]][name] = _shape(name, value)
     built = {}
     for section in msgspec.structs.fields(Config):
         try:
@@ -51,23 +54,53 @@ def build_config(**options: Any) -> Config:
 
 
 def unknown_option(name: str) -> ConfigError:
-    """Return the error for an option that does not exist, which names the most similar one."""
-    close = difflib.get_close_matches(name, field_owners(), n=1)
-    return ConfigError(f"there is no option `{name}`" + (f"; did you mean `{close[0]}`?" if close else ""))
+    """Return the error for an option that does not exist, which names one that is meant."""
+    meant = suggest(name, field_owners().keys() | TABLE.keys(), MEANINGS)
+    return ConfigError(f"there is no option `{name}`" + (f"; did you mean `{meant}`?" if meant else ""))
 
 
-def _shape(section: str, name: str, value: Any) -> Any:
-    """Accept shorthands: `served_model_name="m"` is a list of one, and a mapping may be JSON."""
-    kind = next(f.type for f in msgspec.structs.fields(Config) if f.name == section)
-    default = next(f.default_factory for f in msgspec.structs.fields(kind) if f.name == name)
+@cache
+def option_types() -> dict[str, Any]:
+    """Return the type of each option, without its annotations and without None."""
+    return {
+        name: plain_type(hint)
+        for section in msgspec.structs.fields(Config)
+        for name, hint in get_type_hints(section.type).items()
+    }
+
+
+@cache
+def list_options() -> frozenset[str]:
+    """Return the names of the options that are lists."""
+    return frozenset(name for name, kind in option_types().items() if get_origin(kind) is list)
+
+
+def plain_type(hint: Any) -> Any:
+    """Return a type without None; an integer or a word is an integer, an integer or any text is a text."""
+    if type(None) not in get_args(hint):
+        return hint
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    return next((kind for kind in (str, int) if kind in kinds), kinds[0])
+
+
+def _shape(name: str, value: Any) -> Any:
+    """Accept shorthands: `served_model_name="m"` is a list of one, a mapping may be JSON, and 8k is 8000."""
     if not isinstance(value, str):
         return value
-    if default is dict:
+    kind = option_types()[name]
+    if get_origin(kind) is dict:
         try:
             return msgspec.json.decode(value)
         except msgspec.DecodeError as error:
             raise ConfigError(f"option `{name}`: expected a JSON object, but {value!r} is none: {error}") from None
-    return [value] if default is list else value
+    if kind is int and value != "auto":
+        try:
+            return integer(value)
+        except ValueError as error:
+            raise ConfigError(f"option `{name}`: {error}") from None
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        raise ConfigError(f"option `{name}`: must be one of {', '.join(get_args(kind))}, but it is {value!r}")
+    return [value] if get_origin(kind) is list else value
 
 
 def _explain(error: msgspec.ValidationError) -> str:

@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+PREFIX = "EAGLERAY_"
+"""Beginning of the names of eagleray's variables."""
+
 API_KEY_VARIABLE = "EAGLERAY_API_KEY"
 ADMIN_API_KEY_VARIABLE = "EAGLERAY_ADMIN_API_KEY"
+VLLM_API_KEY_VARIABLE = "VLLM_API_KEY"
+"""Variable that counts as `API_KEY_VARIABLE` if that is not set."""
 
 SPINS = "1000"
 """Spins of OpenMP's threads, about ten microseconds: enough to bridge two products of a layer, too short to keep a core
@@ -34,9 +39,14 @@ def see_devices(names: Sequence[str]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
-def take_api_keys(variable: str = API_KEY_VARIABLE) -> str | None:
+def take_variable(variable: str) -> str | None:
     """Remove the variable from the environment, so that no child inherits it, and return its value or None."""
     return os.environ.pop(variable, None)
+
+
+def prefixed_variables(prefix: str) -> dict[str, str]:
+    """Return the variables whose names begin with this."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def test_options_of_a_wrong_file_are_refused_by_its_name(tmp_path, content, mess
 def test_unknown_command_is_refused():
     run = eagle("sreve")
     assert run.returncode == 2
-    assert "invalid choice: 'sreve'" in run.stderr
+    assert run.stderr == "eagleray: error: there is no command 'sreve'; did you mean `eagleray serve`?\n"
 
 
 def test_version_flag_prints_the_version():

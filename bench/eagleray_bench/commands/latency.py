@@ -6,8 +6,9 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from eagleray.cli.options import add_config_flags, config_options
+from eagleray.cli.options import program_options
 from eagleray.config.build import build_config
+from eagleray.config.flags import add_config_flags
 from eagleray.llm import LLM
 from eagleray_bench.commands.flags import add_result_flags, check_result_files, options_of
 from eagleray_bench.offline import Latency, LatencyOptions, measure_latency
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check_result_files(arguments)
-    options = {"log_level": "warning"} | config_options(arguments, sections=SECTIONS)
+    options = program_options(arguments, sections=SECTIONS, log_level="warning")
     names = [field.name for field in fields(LatencyOptions) if field.name != "seed"]
     given = {name: getattr(arguments, name) for name in names}
     batches = LatencyOptions(seed=build_config(**options).model.seed or 0, **given)

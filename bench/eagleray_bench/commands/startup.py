@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from eagleray.cli.options import add_config_flags, config_from, config_options
+from eagleray.cli.options import program_options
+from eagleray.config.build import build_config
+from eagleray.config.flags import add_config_flags
 from eagleray.config.resolve import checkpoint_dir
 from eagleray_bench.commands.flags import add_result_flags, check_result_files, options_of
 from eagleray_bench.report import summaries, write_json
@@ -25,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check_result_files(arguments)
-    config = config_from(arguments, sections=SECTIONS)
+    options = program_options(arguments, sections=SECTIONS)
+    config = build_config(**options)
     checkpoint_dir(config.model)  # a wrong path is an error now, in this process
-    options = config_options(arguments, sections=SECTIONS)
     timeout = config.execution.startup_timeout
     figures = list(measure_startup(options, kinds=arguments.what, repeat=arguments.repeat, timeout=timeout))
     print(_describe(figures))

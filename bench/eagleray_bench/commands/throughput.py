@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from eagleray.cli.options import add_config_flags, config_options
+from eagleray.cli.options import program_options
 from eagleray.config.build import build_config
+from eagleray.config.flags import add_config_flags
 from eagleray.llm import LLM
 from eagleray_bench.alternating_runs import AlternatingRuns
 from eagleray_bench.commands.flags import (
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check_result_files(arguments)
-    options = {"log_level": "warning"} | config_options(arguments, sections=SECTIONS)
+    options = program_options(arguments, sections=SECTIONS, log_level="warning")
     if arguments.routed_experts:
         options["enable_return_routed_experts"] = True
     runs = AlternatingRuns(count=arguments.rounds)

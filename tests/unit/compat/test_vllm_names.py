@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 
-from eagleray.compat.vllm.options import eagleray_options
-from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.errors import InvalidRequest
 
 ROOT = Path(__file__).parents[3]
 NAME_PATH = ROOT / "eagleray/compat/on_path"
@@ -66,34 +65,6 @@ def test_vllm_names_are_modules_of_this_package():
 def test_vllm_path_is_printed_by_its_module():
     printed = subprocess.run([sys.executable, "-m", "eagleray.compat.vllm"], capture_output=True, text=True, check=True)
     assert Path(printed.stdout.strip()) == NAME_PATH
-
-
-def test_eagleray_options_of_vllm_are_translated_or_dropped(monkeypatch, caplog):
-    monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "3,4")
-    monkeypatch.setenv("VLLM_RAY_PER_WORKER_GPUS", "0.2")
-    caplog.set_level("INFO", "eagleray")
-    options = {"trust_remote_code": True, "enforce_eager": False, "revision": None, "seed": 3}
-    assert eagleray_options(options | {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}) == {
-        "seed": 3,
-        "tensor_parallel_size": 2,
-        "executor": "ray",
-        "bundle_indices": [3, 4],
-        "ray_worker_resources": {"GPU": 0.2},
-    }
-    assert "option `trust_remote_code` has no effect here: no code of checkpoints is ever run" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"distributed_executor_backend": "external_launcher"}, "one `LLM` for each node"),
-        ({"distributed_executor_backend": "mpi"}, "must be one of uni, mp, ray"),
-        ({"model_impl": "transformers"}, "`model_impl`"),
-    ],
-)
-def test_eagleray_options_that_cannot_be_had_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        eagleray_options(options)
 
 
 def test_vllm_structured_outputs_are_refused():

@@ -15,6 +15,20 @@ def test_build_config_options_are_set_in_their_sections():
     assert config.cache.enable_prefix_caching is False
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("8k", 8000), ("8K", 8192), ("25.6k", 25_600), (" 2M", 2**21), ("300", 300), ("1.5g", 15 * 10**8)],
+)
+def test_build_config_integer_with_a_unit_is_a_number(text, number):
+    assert build_config(max_model_len=text).model.max_model_len == number
+
+
+@pytest.mark.parametrize("text", ["1.5K", "1.00001k", "k", "8x", ""])
+def test_build_config_wrong_unit_of_an_integer_is_refused(text):
+    with pytest.raises(ConfigError, match="option `max_num_seqs`: expected an integer"):
+        build_config(max_num_seqs=text)
+
+
 def test_config_option_names_are_unique():
     fields = [f.name for s in msgspec.structs.fields(Config) for f in msgspec.structs.fields(s.type)]
     assert len(fields) == len(set(fields)) == len(field_owners())
@@ -25,9 +39,12 @@ def test_config_option_names_are_unique():
     [
         ({"prt": 1}, "did you mean `port`"),
         ({"port": 99999}, "option `port`: expected `int` <= 65535"),
-        ({"dtype": "int3"}, "option `dtype`: invalid enum value 'int3'"),
-        ({"quantization": "awq"}, "option `quantization`: invalid enum value 'awq'"),
-        ({"kv_cache_dtype": "fp16"}, "option `kv_cache_dtype`: invalid enum value 'fp16'"),
+        ({"dtype": "int3"}, "option `dtype`: must be one of auto, bfloat16, .*but it is 'int3'"),
+        ({"quantization": "awq"}, "option `quantization`: must be one of fp8, but it is 'awq'"),
+        ({"kv_cache_dtype": "fp16"}, "option `kv_cache_dtype`: must be one of auto, fp8, but it is 'fp16'"),
+        ({"max_num_seqs": "lots"}, "option `max_num_seqs`: expected an integer, which may be written as 8k"),
+        ({"context_length": 8}, "no option `context_length`; did you mean `max_model_len`"),
+        ({"temperature": 1}, "no option `temperature`$"),
         ({"max_num_seqs": 0}, "option `max_num_seqs`: expected `int` >= 1"),
         ({"kv_cache_memory": "lots"}, "`kv_cache_memory` must be a number of bytes or a size"),
         ({"executor": "threads"}, "option `executor`"),

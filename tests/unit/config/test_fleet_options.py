@@ -6,8 +6,9 @@ import argparse
 
 import pytest
 
-from eagleray.cli.options import add_config_flags, config_from
+from eagleray.cli.options import server_config
 from eagleray.config.build import build_config
+from eagleray.config.flags import add_config_flags
 from eagleray.config.resolve import engines_on_host, executor_name, first_device, local_ranks, steps_in_flight
 from eagleray.errors import ConfigError
 
@@ -139,7 +140,7 @@ def test_build_config_fleet_flags_are_parsed():
         "--ray-engine-placement strict-spread --ray-nodes a b --max-request-restarts 0 --watchdog-timeout 1.5 "
         "--api-server-count 3 --request-timeout 30 --max-queued-requests 7"
     )
-    config = config_from(parser.parse_args(line.split()), sections=sections)
+    config = server_config(parser.parse_args(line.split()), sections=sections)
     assert list(local_ranks(config)) == [2, 3]
     assert (config.ray.ray_engine_placement, config.ray.ray_nodes) == ("strict-spread", ["a", "b"])
     assert (config.recovery.max_request_restarts, config.recovery.watchdog_timeout) == (0, 1.5)

@@ -1,0 +1,100 @@
+"""Flags derived from the fields of the configuration: a field gives its flag, its help and its type.
+
+The flags of vLLM are there too, without help: `vllm_options` says what becomes of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from eagleray.config.build import option_types
+from eagleray.config.sections import Config
+from eagleray.config.vllm_options import flag
+from eagleray.config.vllm_table import LISTS, SPELLINGS, SWITCHES, TABLE
+from eagleray.errors import ConfigError
+
+MODEL_FLAG = "model_of_flag"
+"""Attribute of the parsed arguments with the value of `--model`, which may be given in place of the position."""
+
+
+def add_config_flags(parser: argparse.ArgumentParser, *, sections: Sequence[str]) -> None:
+    """Add the positional model, `--config FILE`, and a flag for every field of the named sections of `Config`."""
+    parser.add_argument("model", nargs="?", help="directory of a checkpoint; without it, the embedded demo model")
+    parser.add_argument("--model", dest=MODEL_FLAG, help=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options by their names; flags win over it")
+    for section in msgspec.structs.fields(Config):
+        if section.name in sections:
+            group = parser.add_argument_group(f"{section.name} options")
+            hints = get_type_hints(section.type, include_extras=True)
+            for field in msgspec.structs.fields(section.type):
+                if field.name != "model":
+                    _add_flag(parser, group, field, hints[field.name])
+    own = _names(sections)
+    for name in sorted(TABLE.keys() - set(own)):
+        _add_vllm_flag(parser, name)
+
+
+def given_options(arguments: argparse.Namespace, *, sections: Sequence[str]) -> dict[str, Any]:
+    """Return the options that were given as flags, by name, those of vLLM too. Raises `ConfigError` for two models."""
+    names = {*_names(sections), *TABLE}
+    given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    model = getattr(arguments, MODEL_FLAG, None)
+    if model is not None and given.setdefault("model", model) != model:
+        raise ConfigError(f"the model is given twice: {given['model']!r}, and {model!r} by --model")
+    return given
+
+
+def _names(sections: Sequence[str]) -> list[str]:
+    return [
+        field.name
+        for section in msgspec.structs.fields(Config)
+        if section.name in sections
+        for field in msgspec.structs.fields(section.type)
+    ]
+
+
+def _add_flag(
+    parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, field: msgspec.structs.FieldInfo, hint: Any
+) -> None:
+    description = next(meta.description for meta in hint.__metadata__ if isinstance(meta, Meta) and meta.description)
+    default = field.default if field.default is not msgspec.NODEFAULT else None
+    if default not in (None, ""):
+        description += f" (default: {default})"
+    keywords: dict[str, Any] = {"dest": field.name, "default": None, "help": description.replace("%", "%%")}
+    kind = option_types()[field.name]
+    if kind is bool:
+        keywords["action"] = argparse.BooleanOptionalAction
+    elif get_origin(kind) is list:
+        keywords |= {"nargs": "+", "metavar": field.name.rpartition("_")[2].upper()}
+    elif get_origin(kind) is dict:
+        keywords["metavar"] = "JSON"
+    elif get_origin(kind) is Literal:
+        keywords["metavar"] = "{" + ",".join(get_args(kind)) + "}"
+    else:
+        keywords["metavar"] = {int: "N", float: "X"}.get(kind, "VALUE")
+    group.add_argument(*_spellings(parser, field.name), **keywords)
+
+
+def _add_vllm_flag(parser: argparse.ArgumentParser, name: str) -> None:
+    keywords: dict[str, Any] = {"dest": name, "default": None, "help": argparse.SUPPRESS}
+    if name in SWITCHES:
+        keywords["action"] = argparse.BooleanOptionalAction
+    elif name in LISTS:
+        keywords["nargs"] = "+"
+    elif name == "hf_token":
+        keywords |= {"nargs": "?", "const": True}
+    elif name == "middleware":
+        keywords["action"] = "append"
+    parser.add_argument(*_spellings(parser, name), **keywords)
+
+
+def _spellings(parser: argparse.ArgumentParser, name: str) -> list[str]:
+    """Return the flags of an option, except short ones that the command uses otherwise."""
+    known = parser._option_string_actions
+    others = [other for other, option in SPELLINGS.items() if option == name and other not in known]
+    return sorted([*others, flag(name)], key=lambda other: (other.startswith("--"), other != flag(name)))

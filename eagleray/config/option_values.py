@@ -1,0 +1,121 @@
+"""Conversions of the values of options: short forms, and the words of vLLM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+from eagleray.config.fates import parsed
+from eagleray.config.json_files import shown
+
+MULTIPLES: dict[str, int] = {"": 1} | {
+    unit: base**power for base, units in ((1000, "kmgt"), (1024, "KMGT")) for power, unit in enumerate(units, 1)
+}
+
+
+def integer(value: Any) -> int:
+    """Return an integer that may be written as in 8k (8000), 25.6k or 64K (65,536). Raises `ValueError`."""
+    match = re.fullmatch(r"\s*(-?\d+)(\.\d+)?\s*([kmgtKMGT]?)\s*", str(value))
+    if match is None:
+        raise ValueError(f"expected an integer, which may be written as 8k (8000) or 8K (8192), but got {shown(value)}")
+    whole, fraction, unit = match[1], match[2] or "", match[3]
+    if not fraction:
+        return int(whole) * MULTIPLES[unit]
+    number = Decimal(whole + fraction) * MULTIPLES[unit]
+    if unit.isupper() or number != int(number):
+        raise ValueError(f"expected an integer, but got {shown(value)}")
+    return int(number)
+
+
+def _words(words: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Return a conversion of these words, which keeps other values."""
+    return lambda value: words.get(value, value) if isinstance(value, str) else value
+
+
+def executor(backend: Any) -> str:
+    executors = {"mp": "processes", "ray": "ray", "uni": "in-process"}
+    if backend == "external_launcher":
+        raise ValueError(
+            "external_launcher is not supported: start one `LLM` for each node, and send it the weights by the backend "
+            "ipc"
+        )
+    if backend not in executors:
+        raise ValueError(f"must be one of {', '.join(executors)}, but it is {shown(backend)}")
+    return executors[backend]
+
+
+def expert_dispatch(backend: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dispatch of tokens for a kind of all-to-all. Without expert parallelism there is none."""
+    if not given.get("enable_expert_parallel") or backend in ("naive", "allgather_reducescatter"):
+        return {}
+    return {"expert_dispatch": "all-to-all"}
+
+
+def eplb(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the balance of experts. Keys that say how loads are measured and logged change nothing."""
+    names = {"num_redundant_experts": "num_redundant_experts", "step_interval": "eplb_step_interval"}
+    entries = _mapping(value)
+    if not given.get("enable_eplb"):
+        return {}
+    return {option: entries[key] for key, option in names.items() if key in entries}
+
+
+def auxiliary_outputs(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    entries = _mapping(value)
+    return {name: entries[name] for name in ("enable_return_routed_experts",) if name in entries}
+
+
+def logging(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    entries = _mapping(value)
+    unknown = [
+        name for name, entry in entries.items() if name != "log_level" and (name, entry) != ("formatter", "text")
+    ]
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not supported yet, log_level alone is")
+    return {name: log_level(entry) for name, entry in entries.items() if name == "log_level"}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    entries = parsed(value) if isinstance(value, str) else value
+    if not isinstance(entries, dict):
+        raise ValueError(f"expected a JSON object, but got {shown(value)}")
+    return {str(name): entry for name, entry in entries.items()}
+
+
+def log_level(level: Any) -> Any:
+    names = {"critical": "error", "fatal": "error", "warn": "warning", "trace": "debug", "notset": "debug"}
+    return names.get(level.lower(), level.lower()) if isinstance(level, str) else level
+
+
+def _attention_backend(name: Any) -> Any:
+    """Return None for kernels of vLLM that are not told apart here."""
+    if isinstance(name, str) and name.isupper():
+        return "triton" if name.startswith("TRITON") else None
+    return name
+
+
+def _lora_modules(modules: Any) -> Any:
+    """Return adapters as NAME=DIRECTORY, which may be given as JSON objects too."""
+    known = [parsed(module) if isinstance(module, str) else module for module in _as_list(modules)]
+    known = [entry for module in known for entry in _as_list(module)]
+    return [f"{entry.get('name')}={entry.get('path')}" if isinstance(entry, dict) else entry for entry in known]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "dtype": _words({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
+    "data_parallel_backend": _words({"mp": "processes"}),
+    "kv_cache_dtype": _words({"fp8_e4m3": "fp8"}),
+    "generation_config": _words({"vllm": "none"}),
+    "load_format": _words(dict.fromkeys(("runai_streamer", "fastsafetensors", "instanttensor"), "safetensors")),
+    "worker_extension_cls": _words({"": None}),
+    "log_level": log_level,
+    "attention_backend": _attention_backend,
+    "lora_modules": _lora_modules,
+}
+"""Conversions of the values of options that have the same name here; None: nothing to do."""
