@@ -14,7 +14,7 @@ from pathlib import Path
 from eagleray.config.api_keys import divided_keys
 from eagleray.config.environment import API_KEY_VARIABLE
 
-FLAGS = ("--api-key", "--admin-api-key")
+FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
 ENVIRONMENT_HELP = f"key to show (default: the environment's {API_KEY_VARIABLE}, else its OPENAI_API_KEY)"
 
 ARG_START, ARG_END = 48, 49
@@ -42,8 +42,9 @@ def _keys_in(arguments: Sequence[str]) -> set[bytes]:
     is_key = False
     for argument in arguments:
         if argument.startswith("-"):
-            is_key = argument in FLAGS
-            if argument.startswith(tuple(flag + "=" for flag in FLAGS)):
+            flag, equals, _ = argument.partition("=")
+            is_key = _is_key_flag(flag) and not equals
+            if _is_key_flag(flag) and equals:
                 found.add(os.fsencode(argument))
         elif is_key and argument:
             found.add(os.fsencode(argument))
@@ -70,5 +71,9 @@ def _overwrite(keys: set[bytes]) -> bool:
 def _hidden(argument: bytes) -> bytes:
     """Return a replacement of the same length, because the next argument begins behind it."""
     flag, equals, _ = argument.partition(b"=")
-    kept = flag + equals if equals and os.fsdecode(flag) in FLAGS else b""
+    kept = flag + equals if equals and _is_key_flag(os.fsdecode(flag)) else b""
     return kept + b"*" * (len(argument) - len(kept))
+
+
+def _is_key_flag(flag: str) -> bool:
+    return flag.replace("_", "-") in FLAGS

@@ -27,6 +27,8 @@ ARGUMENTS = [
     "--api-key=secret-3",
     "--host",
     "secret-1x",
+    "--admin_api_key",
+    "secret-4",
 ]
 
 
@@ -39,6 +41,7 @@ def test_hide_api_keys_overwrites_them_where_others_see_them() -> None:
         shown = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
         process.communicate()
     hidden = ["serve", "m", "--api-key", "*" * 8, "*" * 9, "--port", "1", "--api-key=********", "--host", "secret-1x"]
+    hidden += ["--admin_api_key", "*" * 8]
     assert shown[3:-1] == hidden
 
 

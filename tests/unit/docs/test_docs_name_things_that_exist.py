@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
 
 FOREIGN = {
-    *("--help", "nohup", "ps"),  # argparse's, the system's
+    *("nohup", "ps"),  # the system's
     *("DATABASE_URL", "HTTP_PROXY", "SO_REUSEPORT", "Upgrade", "vdpbf16ps"),  # users', Linux's, HTTP's, the CPU's
     *("FF", "RCVHWM", "SNDHWM", "nil"),  # bytes and options of zmq, MessagePack's null
     *("RAY_preload_python_modules", "py_modules", "working_dir"),  # Ray's
