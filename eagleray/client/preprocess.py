@@ -165,7 +165,7 @@ class RequestBuilder:
 
         Raises `InvalidRequest` for parameters that this model or this server cannot follow.
         """
-        self._check(params)
+        self._check(params, engine.vocab_size)
         routed_experts_from = _routed_experts_from(params, engine, len(token_ids))
         check_text(cache_salt, "cache_salt")
         if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
@@ -189,14 +189,15 @@ class RequestBuilder:
             for index in range(params.n)
         ]
 
-    def _check(self, params: SamplingParams) -> None:
+    def _check(self, params: SamplingParams, vocab_size: int) -> None:
+        most = vocab_size if self._max_logprobs == -1 else self._max_logprobs
         if params.n > MAX_COMPLETIONS:
             raise InvalidRequest(f"`n` must be at most {MAX_COMPLETIONS}, but it is {params.n}", param="n")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
-            if value is not None and value > self._max_logprobs:
+            if value is not None and value > most:
                 raise InvalidRequest(
-                    f"`{name}` must be at most {self._max_logprobs} (the option `max_logprobs`), but it is {value}",
+                    f"`{name}` must be at most {most} (the option `max_logprobs`), but it is {value}",
                     param=name,
                 )
         if len(params.logprob_token_ids or ()) > MAX_LOGPROB_TOKEN_IDS:

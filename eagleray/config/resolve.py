@@ -60,6 +60,11 @@ def served_names(model: ModelConfig) -> list[str]:
     return [model.model if model.model is not None else DEMO_MODEL_NAME]
 
 
+def logprobs_limit(model: ModelConfig, vocab_size: int) -> int:
+    """Return the largest number of likeliest tokens that a request may ask for."""
+    return vocab_size if model.max_logprobs == -1 else model.max_logprobs
+
+
 def cache_bytes(cache: CacheConfig) -> int | None:
     """Return `kv_cache_memory` in bytes, or None if the cache is sized by the available memory."""
     if cache.kv_cache_memory is None or isinstance(cache.kv_cache_memory, int):
@@ -215,6 +220,8 @@ def check_fleet(config: Config) -> None:
         )
     if len(ranks) > 1:
         _check_shared_bundles(config, num_engines=len(ranks))
+    if config.serving.routed_experts_by_default and not config.model.enable_return_routed_experts:
+        raise ConfigError("option `routed_experts_by_default` needs the option `enable_return_routed_experts`")
     if config.serving.attach_file is not None:
         _check_attach_file(Path(config.serving.attach_file))
 

@@ -92,7 +92,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bool,
         Meta(description="Let requests ask which experts computed each token (models with experts only)."),
     ] = False
-    max_logprobs: Annotated[int, Meta(ge=0, description="Most log-probabilities a request may ask for.")] = 20
+    max_logprobs: Annotated[
+        int, Meta(ge=-1, description="Most log-probabilities a request may ask for; -1: no limit.")
+    ] = 20
     logprobs_mode: Annotated[
         LogprobsMode,
         Meta(

@@ -55,6 +55,20 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Seconds | None,
         Meta(description="Seconds after which a request that sets no `timeout` of its own is given up."),
     ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        Meta(
+            description="Name the tokens of log-probabilities `token_id:<id>` in place of their texts, in answers to "
+            "requests that do not say."
+        ),
+    ] = False
+    routed_experts_by_default: Annotated[
+        bool,
+        Meta(
+            description="Report routed experts on /v1/completions and /v1/chat/completions too unless a request has "
+            "`return_routed_experts` false. Needs `enable_return_routed_experts`."
+        ),
+    ] = False
     stream_interval: Annotated[
         int,
         Meta(

@@ -97,6 +97,7 @@ NO_EFFECT = {
         "data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s"
         " dp_supervisor_probe_failure_threshold"
     ),
+    "requests may always give their tokens (`trace_decode_token_ids`)": "enable_trace_replay",
     "all processes log to standard error": "aggregate_engine_logging",
     "there are no pages with documentation": "disable_fastapi_docs enable_offline_docs",
     "no code of checkpoints is ever run": "trust_remote_code code_revision",
@@ -190,17 +191,16 @@ REFUSED = {
     "not supported: `max_num_seqs` limits the requests that run": "max_num_active_seqs",
     "not supported: `max_model_len` limits the length of sequences": "disable_sliding_window",
     "not supported: at level 2 all weights are discarded": "sleep_preserve_parameter_names",
-    "not supported: tokens are always sampled": "enable_trace_replay",
     "not supported yet": (
         "return_sampling_mask kv_transfer_config kv_events_config enable_elastic_ep elastic_ep_max_dp_size"
         " structured_outputs_config guided_decoding_backend otlp_traces_endpoint collect_detailed_traces"
         " custom_histogram_buckets profiler_config log_config_file enable_log_requests enable_log_outputs"
         " log_error_stack uds root_path middleware allow_credentials ssl_keyfile ssl_certfile ssl_ca_certs"
         " ssl_cert_reqs ssl_ciphers enable_ssl_refresh enable_force_include_usage sse_keep_alive_interval"
-        " enable_tokenizer_info_endpoint return_tokens_as_token_ids default_chat_template_kwargs"
+        " enable_tokenizer_info_endpoint default_chat_template_kwargs"
         " trust_request_chat_template max_num_queued_tokens long_prefill_token_threshold"
         " long_prefill_token_threshold_adaptive fingerprint_value allowed_origins allowed_methods allowed_headers"
-        " fingerprint_mode response_role chat_template_content_format stream_interval revision tokenizer_revision"
+        " fingerprint_mode response_role chat_template_content_format revision tokenizer_revision"
         " hf_token download_dir hf_overrides override_generation_config model_loader_extra_config ignore_patterns"
     ),
     "not supported: no marks are put into texts": "watermark_config",
@@ -270,7 +270,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "fingerprint_mode": ("full", "hash", "none"),
     "response_role": ("assistant",),
     "chat_template_content_format": ("auto",),
-    "stream_interval": (1,),
     "ignore_patterns": (["original/**/*"], "original/**/*"),
 }
 """Values of refused options that mean "off", besides those of `is_off`."""

@@ -125,6 +125,14 @@ async def render_chat(service: Service, messages: list[dict[str, Any]], fields: 
     )
 
 
+def message_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a checked message, whose parts are joined by line breaks."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part if isinstance(part, str) else part["text"] for part in content)
+
+
 def template_variables(defaults: Mapping[str, Any], fields: TemplateFields) -> dict[str, Any]:
     """Return the variables for the template: the server's, those of the request, and what its effort stands for.
 

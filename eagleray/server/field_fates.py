@@ -58,17 +58,11 @@ PREDICTION = Feature("predicted outputs", "leave it out")
 VERBOSITY = Feature("a verbosity of answers", "leave it out, and ask for short or long answers in the prompt")
 REASONING = Feature("separate reasoning", "leave it out; the answer's text has the reasoning too")
 THINKING_BUDGET = Feature("a budget of thinking tokens", "leave it out; `max_tokens` limits the whole answer")
-TRUNCATION = Feature("truncation of prompts", "leave it out and shorten the prompt")
-ECHO = Feature("an echo of the conversation", "leave it out; /v1/completions has it")
-TOKEN_STRINGS = Feature("tokens as `token_id:…`", "leave it out; `return_token_ids` gives the ids")
-OFFSETS = Feature("offsets of tokens in the text", "leave it out")
-PROMPT_TEXT = Feature("the text of the prompt in the answer", "leave it out; `return_token_ids` gives its ids")
 EMBEDS = Feature("prompts of embeddings", "leave it out and send a text or token ids")
 TRANSFER = Feature("transfer of the cache between servers", "leave it out")
 PLUGINS = Feature("arguments of plug-ins", "leave it out")
 PROCESSORS = Feature("logits processors of requests", "leave it out; `logit_bias` and `bad_words` are there")
 REPETITION = Feature("detection of repetitions", "leave it out; `repetition_penalty` makes them less likely")
-STREAM_INTERVAL = Feature("longer intervals between events", "leave it out; events come with every step")
 WATERMARK = Feature("watermarks", "leave it out")
 ADAPTER = Feature("adapters by this name", "give the adapter's name as `model`")
 CONTEXT_SIZE = Feature("a context size of requests", "leave it out; the option `--max-model-len` sets it")
@@ -121,12 +115,6 @@ COMMON: Mapping[str, Fate] = {
     "include_reasoning": refused(REASONING, True),
     "separate_reasoning": refused(REASONING, False),
     "thinking_token_budget": refused(THINKING_BUDGET, -1),
-    "truncate_prompt_tokens": refused(TRUNCATION),
-    "truncation_side": ACCEPTED,
-    "return_tokens_as_token_ids": refused(TOKEN_STRINGS, False),
-    "return_token_offsets": refused(OFFSETS, False),
-    "stream_interval": refused(STREAM_INTERVAL, 1),
-    "repetition_detection": refused(REPETITION),
     "watermarking": refused(WATERMARK, False),
     "vllm_xargs": refused(PLUGINS, {}),
     "kv_transfer_params": refused(TRANSFER, {}),
@@ -160,8 +148,6 @@ CHAT_FATES: Mapping[str, Fate] = {
     "prediction": refused(PREDICTION),
     "verbosity": refused(VERBOSITY, "medium"),
     "web_search_options": refused(WEB_SEARCH),
-    "echo": refused(ECHO, False),
-    "return_prompt_text": refused(PROMPT_TEXT, False),
     "media_io_kwargs": refused(MEDIA, {}),
     "suffix": refused(SUFFIX, ""),
 }

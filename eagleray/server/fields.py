@@ -15,6 +15,7 @@ from eagleray.messages.sampling import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    RepetitionDetectionParams,
 )
 
 Timeout = Annotated[
@@ -86,6 +87,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     )
     detokenize: Annotated[bool | None, Meta(description="false: no text, token ids only.")] = None
     skip_special_tokens: bool | None = None
+    stream_interval: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="With `stream`, tokens of a completion that an event has at least, if that is more than the "
+            "server's own number. The first event and the last have what there is."
+        ),
+    ] = None
+    repetition_detection: Annotated[
+        RepetitionDetectionParams | None,
+        Meta(description="End a completion that repeats itself, with `finish_reason` repetition."),
+    ] = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -57,12 +57,10 @@ class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     ] = None
     skip_clone: bool | None = None
     flat_logprobs: bool | None = None
-    stream_interval: int | None = None
     prompt_logprob_token_ids: list[int] | None = None
     prompt_logprob_start: int | None = None
     structured_outputs: Null = None
     thinking_token_budget: int | None = None
-    repetition_detection: Null = None
     trace_decode_token_ids: list[int] | None = None
     extra_args: dict[str, Any] | None = None
 
@@ -178,7 +176,9 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
 
     def _logprobs(self, generation: Generation, delta: CompletionDelta) -> AnyLogprobs:
         k = self.task.params.logprobs or 0
-        return chat_logprobs(delta, k, self.service.tokenizer) if self._shows_text else generate_logprobs(delta, k)
+        if not self._shows_text:
+            return generate_logprobs(delta, k)
+        return chat_logprobs(delta, k, self.service.tokenizer, as_ids=self.names_tokens_by_id)
 
     async def _choice(
         self, generation: Generation, output: CompletionOutput, logprobs: AnyLogprobs | None

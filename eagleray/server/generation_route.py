@@ -145,6 +145,9 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         self.model_name = service.model_name if self.adapter is None else self.adapter.name
         self.usage: Usage | UnsetType | None = UNSET
         """Value of the answer's or the next event's field `usage`."""
+        as_ids = getattr(body, "return_tokens_as_token_ids", None)
+        self.names_tokens_by_id: bool = service.names_tokens_by_id if as_ids is None else as_ids
+        """Whether log-probabilities name tokens by their ids in place of their texts."""
         # Answers to bodies without this field always show token ids.
         self.shows_token_ids = bool(getattr(body, "return_token_ids", True))
         self.is_msgpack = self.gives_msgpack and not body.stream and accepts(request.headers, MSGPACK)
@@ -189,11 +192,15 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
 
     def _request_id(self, request: Request) -> str:
         """Return the id that names the request in the answer and in calls that abort it."""
+        if given := getattr(self.body, "request_id", None):
+            return str(given)
         return request.scope["state"]["request_id"]  # type: ignore[no-any-return]
 
     def _merge_sampling(self, fields: SamplingFields, **decided: Any) -> SamplingParams:
         """Return the values that the route `decided`, else those of `fields`, else the model's or OpenAI's defaults."""
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(fields, name)) is not None}
+        if self.service.reports_routed_experts:
+            given.setdefault("return_routed_experts", True)
         return make_sampling(self.service.default_sampling | given | decided)
 
     async def respond(self) -> Any:

@@ -6,7 +6,7 @@ Pure, except that the event loop serves others while those of a long prompt are 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -114,27 +114,41 @@ class EncodedList:
         return msgspec.Raw(b"".join([b"[", b",".join(pieces), b"]"]))
 
 
+def token_id_name(token_id: int) -> str:
+    """Return the name of a token in answers that name tokens by their ids, since several may have the same text."""
+    return f"token_id:{token_id}"
+
+
 def completion_logprobs(
-    token_ids: Sequence[int], positions: Sequence[Position | None], k: int, offset: int, tokenizer: Tokenizer
+    token_ids: Sequence[int],
+    positions: Sequence[Position | None],
+    k: int,
+    offset: int,
+    tokenizer: Tokenizer,
+    *,
+    as_ids: bool = False,
 ) -> CompletionLogprobs:
-    """Return log-probabilities in the form of /v1/completions. `offset`: position of the first token in the text."""
+    """Return log-probabilities in the form of /v1/completions.
+
+    `offset`: position of the first token in the text. `as_ids`: whether tokens are named by their ids.
+    """
+    name = token_id_name if as_ids else tokenizer.token_to_text
     logprobs = CompletionLogprobs([], [], [], [])
     for token_id, position in zip(token_ids, positions, strict=True):
-        text = tokenizer.token_to_text(token_id)
         logprobs.text_offset.append(offset)
-        logprobs.tokens.append(text)
+        logprobs.tokens.append(name(token_id))
         logprobs.token_logprobs.append(None if position is None else _finite(position[token_id]))
-        logprobs.top_logprobs.append(None if position is None else _top_by_text(token_id, position, k, tokenizer))
-        offset += len(text)
+        logprobs.top_logprobs.append(None if position is None else _top_by_name(token_id, position, k, name))
+        offset += len(tokenizer.token_to_text(token_id))
     return logprobs
 
 
-def chat_logprobs(delta: CompletionDelta, k: int, tokenizer: Tokenizer) -> ChatLogprobs:
-    """Return the log-probabilities of a delta in the form of /v1/chat/completions."""
+def chat_logprobs(delta: CompletionDelta, k: int, tokenizer: Tokenizer, *, as_ids: bool = False) -> ChatLogprobs:
+    """Return the log-probabilities of a delta in the form of /v1/chat/completions. `as_ids`: as above."""
     content = []
     for token_id, position in zip(delta.token_ids, delta.logprobs or (), strict=True):
-        chosen = _entry(token_id, position, tokenizer)
-        top = [_entry(other, position, tokenizer) for other in _top(token_id, position, k)]
+        chosen = _entry(token_id, position, tokenizer, as_ids)
+        top = [_entry(other, position, tokenizer, as_ids) for other in _top(token_id, position, k)]
         content.append(ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
     return ChatLogprobs(content)
 
@@ -205,17 +219,18 @@ def _top(chosen: int, position: Position, k: int) -> list[int]:
     return likeliest + asked
 
 
-def _top_by_text(chosen: int, position: Position, k: int, tokenizer: Tokenizer) -> dict[str, float]:
+def _top_by_name(chosen: int, position: Position, k: int, name: Callable[[int], str]) -> dict[str, float]:
     entries: dict[str, float] = {}
     for token_id in [*_top(chosen, position, k), chosen]:
         # Ids may have the same text, as parts of characters have: the likelier one comes first, and stays.
-        entries.setdefault(tokenizer.token_to_text(token_id), _finite(position[token_id]))
+        entries.setdefault(name(token_id), _finite(position[token_id]))
     return entries
 
 
-def _entry(token_id: int, position: Position, tokenizer: Tokenizer) -> TokenLogprob:
+def _entry(token_id: int, position: Position, tokenizer: Tokenizer, as_ids: bool) -> TokenLogprob:
     logprob = _finite(position[token_id])
-    return TokenLogprob(tokenizer.token_to_text(token_id), logprob, list(tokenizer.token_bytes(token_id)))
+    name = token_id_name(token_id) if as_ids else tokenizer.token_to_text(token_id)
+    return TokenLogprob(name, logprob, list(tokenizer.token_bytes(token_id)))
 
 
 def _finite(entry: Logprob) -> float:

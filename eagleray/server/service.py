@@ -42,8 +42,11 @@ class Service:
         self.memory_return = MemoryReturn()
         self.admission = Admission(client, config.serving)
         self._options = config.serving
-        self.max_logprobs = config.model.max_logprobs
+        self._config_max_logprobs = config.model.max_logprobs
+        self.names_tokens_by_id = config.serving.return_tokens_as_token_ids
         self.keeps_routed_experts = config.model.enable_return_routed_experts
+        self.reports_routed_experts = config.serving.routed_experts_by_default
+        """Whether OpenAI's routes report routed experts too unless a request declines."""
         self.has_priorities = config.scheduling.scheduling_policy == "priority"
         self.ranks = local_ranks(config)
         """Ranks that requests may ask for."""
@@ -99,6 +102,11 @@ class Service:
             max_model_len=lambda: self.client.engine_info.max_model_len if self.client.engine_info else None,
             template_seconds=self._options.chat_template_timeout,
         )
+
+    @property
+    def max_logprobs(self) -> int:
+        """Largest number of likeliest tokens that a request may ask for. May raise as `max_model_len`."""
+        return self.vocab_size if self._config_max_logprobs == -1 else self._config_max_logprobs
 
     @property
     def max_model_len(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from eagleray.client.text.chat_template import OverBudget, RenderBudget
 from eagleray.client.text.conversation import check_messages
-from eagleray.client.text.tokenizer import Tokenizer
+from eagleray.client.text.tokenizer import Tokenizer, TruncationSide
 from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.server.timeouts import INLINE_RENDER_SECONDS
 
@@ -72,6 +72,15 @@ class TextProcessor:
         if len(text) > PIECE_CHARS:
             await self._check_tokens(text, limit)
         return await self._in_thread(self._tokenizing, encode)
+
+    async def encode_part(
+        self, text: str, max_tokens: int, *, side: TruncationSide | None, add_special_tokens: bool
+    ) -> list[int]:
+        """Return the token ids of the part of `text` that is kept, see `Tokenizer.encode_part`."""
+        encode = partial(
+            self._tokenizer.encode_part, text, max_tokens, side=side, add_special_tokens=add_special_tokens
+        )
+        return encode() if len(text) <= INLINE_CHARS else await self._in_thread(self._tokenizing, encode)
 
     def check_decodable(self, num_tokens: int) -> None:
         """Raise `PromptTooLong` for more than `utility_tokens`."""

@@ -95,7 +95,7 @@ class TokenRoutes:
             count=len(tokens),
             max_model_len=engine.max_model_len if engine else None,
             tokens=tokens,
-            token_strs=[tokenizer.token_to_text(token) for token in tokens] if body.return_token_strs else None,
+            token_strs=[tokenizer.token_name(token) for token in tokens] if body.return_token_strs else None,
         )
         return json_response(answer)
 

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from eagleray.config.pooling import find_pooling
-from eagleray.config.resolve import checkpoint_dir, engine_index, engines_on_host, expert_dispatch
+from eagleray.config.resolve import checkpoint_dir, engine_index, engines_on_host, expert_dispatch, logprobs_limit
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 from eagleray.identity import WorkerId
@@ -191,7 +191,7 @@ class LoadedWorker:
                 sampler,
                 limits,
                 block_size=config.cache.block_size,
-                num_logprobs=config.model.max_logprobs,
+                num_logprobs=logprobs_limit(config.model, model.spec.vocab_size),
             )
         except torch.OutOfMemoryError as error:
             advice = "lower `max_num_batched_tokens` or `max_num_seqs`, or divide the model (`tensor_parallel_size`)"

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from eagleray.config.pooling import find_pooling
+from eagleray.config.resolve import logprobs_limit
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, ConfigError, ExpertGroupBroken
 from eagleray.identity import WorkerId
@@ -244,7 +245,7 @@ class ServingWorker:
         sampler = sampler_of(model, num_rows, reported_kind)
         limits = loaded.limits(max_num_batched_tokens)
         model.warm_up(cache, limits, sampler.last_tokens)
-        sampler.warm_up(num_rows, num_logprobs=config.model.max_logprobs)
+        sampler.warm_up(num_rows, num_logprobs=logprobs_limit(config.model, model.spec.vocab_size))
         self._runner = Runner(
             model,
             cache,

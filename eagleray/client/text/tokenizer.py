@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer as Backend
 
@@ -21,6 +21,8 @@ from eagleray.client.text.end_tokens import eos_token_ids
 from eagleray.client.text.template_form import ContentFormat
 from eagleray.client.text.tokenizer_files import chat_template_source, load_backend, named_tokens, read_tokenizer_config
 from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
+
+TruncationSide = Literal["left", "right"]
 
 
 class Tokenizer:
@@ -100,6 +102,35 @@ class Tokenizer:
                 return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_part(
+        self, text: str, max_tokens: int, *, side: TruncationSide | None, add_special_tokens: bool
+    ) -> list[int]:
+        """Return at most `max_tokens` token ids of `text`, from the one of its `side`s that is kept.
+
+        None keeps the end, and with `add_special_tokens` the special tokens too; left and right cut the ids of the text
+        with its special tokens, which may go. Only the kept part of a long text is tokenized. Raises `InvalidRequest`
+        as `encode` does.
+        """
+        keeps_start = side == "right"
+        num_chars = max(SHORT_TEXT_CHARS, EXPECTED_TOKEN_CHARS * max_tokens)
+        longest = min(len(text), max_tokens * self.max_token_chars)
+        while True:
+            num_chars = min(num_chars, longest)
+            part = text[:num_chars] if keeps_start else text[len(text) - num_chars :]
+            with _explaining_failures(part):
+                encoding = self._backend.encode_batch([part], add_special_tokens=False)[0]
+            if num_chars == longest or len(encoding) > max_tokens + CUT_MARGIN_TOKENS:
+                break
+            num_chars *= 2
+        if side is None:
+            num_special = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+            encoding.truncate(max(0, max_tokens - num_special), direction="left")
+            encoding = self._backend.post_process(encoding, None, add_special_tokens)
+        elif add_special_tokens:
+            encoding = self._backend.post_process(encoding, None, True)
+        ids = encoding.ids
+        return ids[:max_tokens] if keeps_start else ids[max(0, len(ids) - max_tokens) :]
+
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of `text`, without special ones. Releases the GIL.
 
@@ -138,6 +169,10 @@ class Tokenizer:
         if found is None:
             found = self._bytes[token_id] = self._bytes_of(token_id)
         return found
+
+    def token_name(self, token_id: int) -> str:
+        """Return the token as the vocabulary spells it, such as "Ġis". Empty for an id that is no token."""
+        return self._backend.id_to_token(token_id) or ""
 
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves the token out of texts."""
@@ -201,6 +236,11 @@ class Tokenizer:
 SHORT_TEXT_CHARS = 4096
 """Longer texts are tokenized by the library's call for batches, which releases the GIL. Its side effect rules it out
 for short ones: the library warns a program that forks later."""
+
+EXPECTED_TOKEN_CHARS = 8
+"""Characters for each token that is kept of a long text, at first: more than most texts need."""
+CUT_MARGIN_TOKENS = 64
+"""Tokens at a cut of a long text, which may differ from those of the whole text and are not kept."""
 
 MAX_NORMALIZED_CHARS = 4
 """Most characters that a normalizer combines into one, such as a letter and its accents."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import field_names
-from eagleray.server.chat_messages import check_template_fields, render_chat
+from eagleray.server.chat_messages import check_template_fields, message_text, render_chat
 from eagleray.server.field_fates import CHAT_FATES, TOOL_CALLS
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
 from eagleray.server.generation_route import ParsedRequest
@@ -26,6 +27,7 @@ from eagleray.server.openai.responses import (
     ChatMessage,
     ChatResponse,
 )
+from eagleray.server.prompt_truncation import encode_prompt
 from eagleray.server.refusals import Reasons
 from eagleray.server.routed_experts import routed_experts
 
@@ -42,6 +44,8 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
     field_names = FIELD_NAMES
     fates = CHAT_FATES
     id_prefix = "chatcmpl-"
+    _prompt_text: str | UnsetType = UNSET
+    """The rendered prompt, if the answer shows it."""
 
     def _check_features(self, reasons: Reasons) -> None:
         body = self.body
@@ -57,7 +61,10 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
         if max_tokens is None:  # the model's default, or else as many as the model's length allows
             max_tokens = self.service.default_sampling.get("max_tokens")
         with field_names({"max_tokens": "max_completion_tokens"} if self.body.max_tokens is None else {}):
-            return self._merge_sampling(self.body, logprobs=self._num_logprobs(), max_tokens=max_tokens)
+            decided = {"logprobs": self._num_logprobs(), "max_tokens": max_tokens}
+            if self.body.echo and self.body.prompt_logprobs is None:
+                decided["prompt_logprobs"] = decided["logprobs"]
+            return self._merge_sampling(self.body, **decided)
 
     def _max_tokens(self) -> int | None:
         limits = {limit for limit in (self.body.max_tokens, self.body.max_completion_tokens) if limit is not None}
@@ -74,26 +81,37 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
             return 0 if self.body.logprobs else None
         if not self.body.logprobs:
             raise InvalidRequest("`top_logprobs` is only for requests with `logprobs` true", param="top_logprobs")
-        if not 0 <= num_logprobs <= most:
+        num_asked = self.service.vocab_size if num_logprobs == -1 else num_logprobs
+        if not 0 <= num_asked <= most:
             raise InvalidRequest(
-                f"`top_logprobs` must be between 0 and {most}, but it is {num_logprobs}", param="top_logprobs"
+                f"`top_logprobs` must be between 0 and {most} (the option `max_logprobs`), but it is {num_asked}",
+                param="top_logprobs",
             )
         return num_logprobs
 
     async def _make_prompts(self) -> list[Prompt]:
         text = await render_chat(self.service, self.body.messages, self.body)
+        if self.body.return_prompt_text:
+            self._prompt_text = text
         add_special_tokens = bool(self.body.add_special_tokens)
-        return [Prompt(text, await self.service.text.encode(text, add_special_tokens=add_special_tokens))]
+        return [await encode_prompt(self.service, text, self.body, add_special_tokens=add_special_tokens)]
+
+    @functools.cached_property
+    def _echo(self) -> str:
+        """Beginning of every answer: the last message, if it is an assistant's and is to be shown again."""
+        last = self.body.messages[-1]
+        return message_text(last) if self.body.echo and last.get("role") == "assistant" else ""
 
     def _logprobs(self, generation: Generation, delta: CompletionDelta) -> ChatLogprobs:
-        return chat_logprobs(delta, self.task.params.logprobs or 0, self.service.tokenizer)
+        k = self.task.params.logprobs or 0
+        return chat_logprobs(delta, k, self.service.tokenizer, as_ids=self.names_tokens_by_id)
 
     async def _choice(
         self, generation: Generation, output: CompletionOutput, logprobs: ChatLogprobs | None
     ) -> ChatChoice:
         return ChatChoice(
             index=output.index,
-            message=ChatMessage(content=output.text),
+            message=ChatMessage(content=self._echo + output.text),
             logprobs=logprobs,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
@@ -110,8 +128,9 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
             model=self.model_name,
             choices=choices,
             usage=group.usage,
-            prompt_logprobs=await self._prompt_logprobs(generation, self.body.prompt_logprobs),
+            prompt_logprobs=await self._prompt_logprobs(generation, self.task.params.prompt_logprobs),
             prompt_token_ids=generation.prompt_token_ids if self.shows_token_ids else UNSET,
+            prompt_text=self._prompt_text,
         )
 
     def _chunk(self, generation: Generation, delta: CompletionDelta) -> ChatChunk:
@@ -132,9 +151,11 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
 
     async def _first_chunks(self, generation: Generation, delta: CompletionDelta) -> AsyncIterator[ChatChunk]:
         chunk = self._chunk(generation, delta)
-        chunk.choices[0].delta.role = "assistant"
+        first = chunk.choices[0].delta
+        first.role, first.content = "assistant", self._echo + delta.text
         if len(generation.text_offsets) == 1:  # the first event of all
-            chunk.prompt_logprobs = await self._prompt_logprobs(generation, self.body.prompt_logprobs)
+            chunk.prompt_logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)
+            chunk.prompt_text = self._prompt_text
             if self.shows_token_ids:
                 chunk.prompt_token_ids = generation.prompt_token_ids
         yield chunk

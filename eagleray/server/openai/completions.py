@@ -15,6 +15,7 @@ from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import CompletionLogprobs, LogprobsCollector, Position, completion_logprobs, slices
 from eagleray.server.openai.requests import CompletionRequest
 from eagleray.server.openai.responses import CompletionChoice, CompletionResponse
+from eagleray.server.prompt_truncation import encode_prompt, limit_token_ids
 from eagleray.server.routed_experts import routed_experts
 
 DEFAULT_MAX_TOKENS = 16
@@ -59,9 +60,9 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
 
     async def _prompt(self, part: str | list[int]) -> Prompt:
         if isinstance(part, list):
-            return Prompt(token_ids=part)
+            return Prompt(token_ids=limit_token_ids(self.service, part, self.body))
         add_special_tokens = self.body.add_special_tokens is not False
-        return Prompt(part, await self.service.text.encode(part, add_special_tokens=add_special_tokens))
+        return await encode_prompt(self.service, part, self.body, add_special_tokens=add_special_tokens)
 
     def _logprobs(self, generation: Generation, delta: CompletionDelta) -> CompletionLogprobs:
         return self._format(generation, delta.index, delta.token_ids, delta.logprobs or [])
@@ -148,8 +149,9 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
         self, generation: Generation, index: int, token_ids: Sequence[int], positions: Sequence[Position | None]
     ) -> CompletionLogprobs:
         offset, k = generation.text_offsets[index], self.task.params.logprobs or 0
-        logprobs = completion_logprobs(token_ids, positions, k, offset, self.service.tokenizer)
-        generation.text_offsets[index] += sum(map(len, logprobs.tokens))
+        tokenizer = self.service.tokenizer
+        logprobs = completion_logprobs(token_ids, positions, k, offset, tokenizer, as_ids=self.names_tokens_by_id)
+        generation.text_offsets[index] += sum(len(tokenizer.token_to_text(token_id)) for token_id in token_ids)
         return logprobs
 
 

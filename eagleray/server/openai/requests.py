@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from eagleray.server.chat_messages import Messages
 from eagleray.server.fields import SamplingFields, StreamOptions, Timeout
+from eagleray.server.prompt_truncation import KeptSide, TruncationLimit
 from eagleray.server.routed_experts import RoutedExpertsFormat
 
 ShortText = Annotated[str, Meta(max_length=256)]
@@ -27,6 +28,14 @@ class OpenAIRequest(SamplingFields, kw_only=True):
     ] = None
     timeout: Timeout | None = None
     return_token_ids: Annotated[bool | None, Meta(description="Also give the token ids of prompt and completions.")] = (
+        None
+    )
+    truncate_prompt_tokens: TruncationLimit = None
+    truncation_side: KeptSide = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, Meta(description="Name the tokens of log-probabilities `token_id:<id>`. Default: as set up.")
+    ] = None
+    return_token_offsets: Annotated[bool | None, Meta(description="Has an effect on the routes that render alone.")] = (
         None
     )
     routed_experts_format: RoutedExpertsFormat | None = None
@@ -61,7 +70,16 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
 
     messages: Messages
     logprobs: Annotated[bool | None, Meta(description="Report the tokens' log-probabilities.")] = None
-    top_logprobs: Annotated[int | None, Meta(description="Also of this many likeliest tokens.")] = None
+    top_logprobs: Annotated[
+        int | None, Meta(description="Also of this many likeliest tokens; -1: of the whole vocabulary.")
+    ] = None
+    echo: Annotated[
+        bool | None,
+        Meta(description="Begin the answer with the last message, if it is of the same role, and report its tokens."),
+    ] = None
+    return_prompt_text: Annotated[bool | None, Meta(description="Also give the prompt as the template wrote it.")] = (
+        None
+    )
     max_completion_tokens: Annotated[int | None, Meta(description="OpenAI's newer name of `max_tokens`.")] = None
     add_generation_prompt: Annotated[
         bool | None, Meta(description="End with the beginning of an answer. Default: unless continue_final_message.")

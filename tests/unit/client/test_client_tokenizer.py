@@ -245,3 +245,40 @@ def test_encode_and_decode_invalid_input_raises():
     for wrong in ([-1], [2**40], ["a"]):
         with pytest.raises(InvalidRequest, match="token ids must be"):
             tokenizer.decode(wrong, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("count", [1, 7, 60, 10**4])
+def test_encode_part_of_a_long_text_is_a_part_of_all_its_tokens(kind, special, count):
+    tokenizer = load(kind)
+    text = " ".join(TEXTS * 40)
+    ids = tokenizer.encode(text, add_special_tokens=special)
+
+    def part(side):
+        return tokenizer.encode_part(text, count, side=side, add_special_tokens=special)
+
+    assert part("left") == ids[-count:]
+    assert part("right") == ids[:count]
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    num_special = len(ids) - len(plain)
+    kept = part(None)
+    assert len(kept) == min(count, len(ids))
+    if count > num_special:
+        begin = ids.index(plain[0]) if num_special else 0
+        assert kept[:begin] == ids[:begin]  # what stands before every text
+        assert kept[begin:] == ids[begin:][-(count - num_special) :]
+
+
+def test_encode_part_of_a_text_without_room_is_empty():
+    tokenizer = load("byte_level")
+    for side in (None, "left", "right"):
+        assert tokenizer.encode_part("hello", 0, side=side, add_special_tokens=False) == []
+
+
+def test_token_name_is_the_spelling_of_the_vocabulary():
+    tokenizer = load("byte_level")
+    (again,) = tokenizer.encode(" again", add_special_tokens=False)[-1:]
+    assert tokenizer.token_name(tokenizer.encode(" hello", add_special_tokens=False)[0]).startswith("Ġ")
+    assert tokenizer.token_name(again) != ""
+    assert tokenizer.token_name(10**6) == ""

@@ -210,7 +210,6 @@ def test_chat_long_conversation_is_tokenized_like_a_short_one(api):
         ({"max_tokens": 0}, "max_tokens"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"frequency_penalty": 3}, "frequency_penalty"),
     ],

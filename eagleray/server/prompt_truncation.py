@@ -1,0 +1,70 @@
+"""Prompts of a limited number of tokens: the fields `truncate_prompt_tokens` and `truncation_side`.
+
+Holds no state; used by the routes of chat and completions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Protocol
+
+from msgspec import Meta
+
+from eagleray.client.preprocess import Prompt
+from eagleray.client.text.tokenizer import TruncationSide
+from eagleray.errors import InvalidRequest
+from eagleray.messages.sampling import MAX_INTEGER
+from eagleray.server.service import Service
+
+TruncationLimit = Annotated[
+    Annotated[int, Meta(ge=-1, le=MAX_INTEGER)] | None,
+    Meta(description="Keep this many tokens of a longer prompt; -1: as many as leave room for one token."),
+]
+KeptSide = Annotated[
+    TruncationSide | None,
+    Meta(
+        description="Tokens to keep: right, the first ones; left, the last ones. Default: the last ones, and the "
+        "special tokens around a text."
+    ),
+]
+
+
+class TruncationFields(Protocol):
+    """The fields of a request that limit its prompts."""
+
+    truncate_prompt_tokens: int | None
+    truncation_side: TruncationSide | None
+
+
+async def encode_prompt(service: Service, text: str, fields: TruncationFields, *, add_special_tokens: bool) -> Prompt:
+    """Return the tokens of a text, with the text itself unless a part is missing. Raises as `TextProcessor.encode`."""
+    num_kept = _num_kept(service, fields)
+    if num_kept is None:
+        return Prompt(text, await service.text.encode(text, add_special_tokens=add_special_tokens))
+    return Prompt(
+        token_ids=await service.text.encode_part(
+            text, num_kept, side=fields.truncation_side, add_special_tokens=add_special_tokens
+        )
+    )
+
+
+def limit_token_ids(service: Service, token_ids: list[int], fields: TruncationFields) -> list[int]:
+    """Return the token ids of a prompt, or the part of them that the request keeps. Raises `InvalidRequest`."""
+    num_kept = _num_kept(service, fields)
+    if num_kept is None or len(token_ids) <= num_kept:
+        return token_ids
+    return token_ids[:num_kept] if fields.truncation_side == "right" else token_ids[len(token_ids) - num_kept :]
+
+
+def _num_kept(service: Service, fields: TruncationFields) -> int | None:
+    """Return the most tokens of a prompt, or None if the request sets no limit of its own."""
+    limit = fields.truncate_prompt_tokens
+    if limit is None:
+        return None
+    max_model_len = service.max_model_len
+    if limit > max_model_len:
+        raise InvalidRequest(
+            f"`truncate_prompt_tokens` must be at most {max_model_len}, the model's length (option `max_model_len`), "
+            f"but it is {limit}",
+            param="truncate_prompt_tokens",
+        )
+    return max_model_len - 1 if limit == -1 else limit
