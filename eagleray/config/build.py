@@ -7,10 +7,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from eagleray.config.http_options import check_http
 from eagleray.config.lora_modules import check_lora
 from eagleray.config.option_values import integer
 from eagleray.config.resolve import cache_bytes, check_executor, check_experts, check_fleet, check_instance_name
 from eagleray.config.sections import Config
+from eagleray.config.serving import JSON_LISTS
 from eagleray.config.suggestions import suggest
 from eagleray.config.vllm_table import MEANINGS, TABLE
 from eagleray.errors import ConfigError
@@ -46,6 +48,7 @@ def build_config(**options: Any) -> Config:
     config = Config(**built)
     cache_bytes(config.cache)  # a size that cannot be read is an error now, not when the cache is allocated
     check_instance_name(config)
+    check_http(config.serving)
     check_fleet(config)
     check_executor(config)
     check_experts(config)
@@ -71,8 +74,8 @@ def option_types() -> dict[str, Any]:
 
 @cache
 def list_options() -> frozenset[str]:
-    """Return the names of the options that are lists."""
-    return frozenset(name for name, kind in option_types().items() if get_origin(kind) is list)
+    """Return the names of the options that are lists, and whose flags take several values."""
+    return frozenset(name for name, kind in option_types().items() if get_origin(kind) is list) - JSON_LISTS
 
 
 def plain_type(hint: Any) -> Any:
@@ -85,6 +88,11 @@ def plain_type(hint: Any) -> Any:
 
 def _shape(name: str, value: Any) -> Any:
     """Accept shorthands: `served_model_name="m"` is a list of one, a mapping may be JSON, and 8k is 8000."""
+    if name in JSON_LISTS and (text := _only_text(value)) is not None and text.lstrip().startswith("["):
+        try:
+            return msgspec.json.decode(text, type=list[str])
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"option `{name}`: expected a JSON list of texts, but got {text!r}: {error}") from None
     if not isinstance(value, str):
         return value
     kind = option_types()[name]
@@ -101,6 +109,12 @@ def _shape(name: str, value: Any) -> Any:
     if get_origin(kind) is Literal and value not in get_args(kind):
         raise ConfigError(f"option `{name}`: must be one of {', '.join(get_args(kind))}, but it is {value!r}")
     return [value] if get_origin(kind) is list else value
+
+
+def _only_text(value: Any) -> str | None:
+    """Return the text if `value` is one, or a list of one."""
+    one = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return one if isinstance(one, str) else None
 
 
 def _explain(error: msgspec.ValidationError) -> str:

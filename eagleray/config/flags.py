@@ -12,8 +12,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from eagleray.config.build import option_types
+from eagleray.config.build import list_options, option_types
 from eagleray.config.sections import Config
+from eagleray.config.serving import JSON_LISTS
 from eagleray.config.vllm_options import flag
 from eagleray.config.vllm_table import LISTS, SPELLINGS, SWITCHES, TABLE
 from eagleray.errors import ConfigError
@@ -69,9 +70,9 @@ def _add_flag(
     kind = option_types()[field.name]
     if kind is bool:
         keywords["action"] = argparse.BooleanOptionalAction
-    elif get_origin(kind) is list:
+    elif field.name in list_options():
         keywords |= {"nargs": "+", "metavar": field.name.rpartition("_")[2].upper()}
-    elif get_origin(kind) is dict:
+    elif get_origin(kind) is dict or field.name in JSON_LISTS:
         keywords["metavar"] = "JSON"
     elif get_origin(kind) is Literal:
         keywords["metavar"] = "{" + ",".join(get_args(kind)) + "}"

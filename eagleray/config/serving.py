@@ -11,12 +11,19 @@ Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 SocketSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 
+JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
+"""Options that are lists of texts, and whose flags take one of them or a JSON list."""
+
 
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP server."""
 
     host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
+    root_path: Annotated[
+        str,
+        Meta(description="Path under which a proxy shows this server, such as /llm; requests may come with it or not."),
+    ] = ""
     api_server_count: Annotated[int, Meta(ge=1, description="Processes that answer HTTP, on the same port.")] = 1
     max_queued_requests: Annotated[
         int,
@@ -142,6 +149,18 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         SocketSeconds,
         Meta(description="Seconds after which a connection is cut whose client takes nothing of its answer."),
     ] = 300.0
+    allowed_origins: Annotated[
+        list[str],
+        Meta(
+            description="Origins whose pages in a browser may read answers, as '[\"https://example.org\"]', or * "
+            "for all. Default: none."
+        ),
+    ] = []
+    allowed_methods: Annotated[list[str], Meta(description="Methods that those pages may use. Default: all.")] = []
+    allowed_headers: Annotated[list[str], Meta(description="Headers that those pages may send. Default: all.")] = []
+    allow_credentials: Annotated[
+        bool, Meta(description="Let those pages send cookies and other credentials of the browser.")
+    ] = False
     enable_collective_rpc: Annotated[
         bool,
         Meta(
@@ -152,3 +171,8 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     shutdown_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that running requests get to finish when the server is told to stop.")
     ] = 30.0
+
+    @property
+    def url_prefix(self) -> str:
+        """The `root_path` without a slash at its end."""
+        return self.root_path.rstrip("/")

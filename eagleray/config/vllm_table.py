@@ -16,7 +16,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 SWITCHES = _names(
-    """aggregate_engine_logging allow_credentials allow_deprecated_quantization cohere_is_reasoning_model
+    """aggregate_engine_logging allow_deprecated_quantization cohere_is_reasoning_model
     cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb
     dcp_q_replicate disable_cascade_attn disable_chunked_mm_input disable_custom_all_reduce disable_fastapi_docs
     disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats disable_nccl_for_dp_synchronization
@@ -195,11 +195,11 @@ REFUSED = {
         "return_sampling_mask kv_transfer_config kv_events_config enable_elastic_ep elastic_ep_max_dp_size"
         " structured_outputs_config guided_decoding_backend otlp_traces_endpoint collect_detailed_traces"
         " custom_histogram_buckets profiler_config log_config_file enable_log_requests enable_log_outputs"
-        " log_error_stack uds root_path middleware allow_credentials ssl_keyfile ssl_certfile ssl_ca_certs"
+        " log_error_stack uds middleware ssl_keyfile ssl_certfile ssl_ca_certs"
         " ssl_cert_reqs ssl_ciphers enable_ssl_refresh enable_force_include_usage sse_keep_alive_interval"
         " enable_tokenizer_info_endpoint default_chat_template_kwargs"
         " trust_request_chat_template max_num_queued_tokens long_prefill_token_threshold"
-        " long_prefill_token_threshold_adaptive fingerprint_value allowed_origins allowed_methods allowed_headers"
+        " long_prefill_token_threshold_adaptive fingerprint_value"
         " fingerprint_mode response_role chat_template_content_format revision tokenizer_revision"
         " hf_token download_dir hf_overrides override_generation_config model_loader_extra_config ignore_patterns"
     ),
@@ -265,8 +265,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "anthropic_disabled_thinking_effort": ("auto",),
     "structured_outputs_config": ({"backend": "auto"},),
     "guided_decoding_backend": ("auto",),
-    "allowed_methods": (["*"],),
-    "allowed_headers": (["*"],),
     "fingerprint_mode": ("full", "hash", "none"),
     "response_role": ("assistant",),
     "chat_template_content_format": ("auto",),

@@ -95,6 +95,7 @@ def _openapi_endpoint(endpoints: list[Endpoint], service: Service, options: Serv
             version=service.version,
             needs_key=bool(options.api_key),
             control_needs_key=bool(options.api_key or options.admin_api_key),
+            root_path=options.url_prefix,
         )
 
     async def show(request: Request) -> Response:

@@ -5,6 +5,7 @@ Holds no state of any request; driven by the handlers.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import gc
@@ -18,6 +19,7 @@ from starlette.requests import Request
 
 from eagleray.config.serving import ServingConfig
 from eagleray.errors import InvalidRequest
+from eagleray.server.content_encoding import inflate, is_gzip
 from eagleray.server.error_responses import BODY_TOO_LARGE, RefusedRequest
 from eagleray.server.field_fates import Fate
 from eagleray.server.lenient_body import IgnoredFieldLog, LenientReader
@@ -81,6 +83,8 @@ class BodyDecoder(Generic[T]):
         self._max_bytes = options.max_request_bytes
         self._max_values = options.max_request_tokens
         self._on_large = on_large
+        self._inflating = asyncio.Lock()
+        """Held by the one body that is inflated, because inflated bytes are not counted as those that arrive are."""
 
     async def read(self, request: Request) -> T:
         """Return the request's body. Raises `InvalidRequest`, and `RefusedRequest` as soon as it is known too large.
@@ -96,7 +100,11 @@ class BodyDecoder(Generic[T]):
             return self.decode(body, request.scope["state"])
 
     async def read_bytes(self, request: Request) -> bytearray:
-        """Return the bytes of the request's body. Raises `RefusedRequest` as soon as it is known too large."""
+        """Return the bytes of the request's body, inflated.
+
+        Raises `RefusedRequest` as soon as it is known too large, and `InvalidRequest` if it is not gzip as it says.
+        """
+        has_gzip = is_gzip(request.headers.get("content-encoding", ""))
         announced = request.headers.get("content-length", "")
         if announced.isascii() and announced.isdigit():
             self._check_length(int(announced[:MAX_LENGTH_DIGITS]))
@@ -104,6 +112,15 @@ class BodyDecoder(Generic[T]):
         async for chunk in request.stream():
             self._check_length(len(body) + len(chunk))
             body += chunk
+        return await self._inflate(body) if has_gzip else body
+
+    async def _inflate(self, data: bytearray) -> bytearray:
+        """Inflate the body, in turns with other work."""
+        body = bytearray()
+        async with self._inflating:
+            for piece in inflate(data, self._check_length):
+                body += piece
+                await asyncio.sleep(0)
         return body
 
     def convert(self, fields: Mapping[str, Any]) -> T:

@@ -17,6 +17,7 @@ from eagleray.errors import Unavailable
 from eagleray.log import get_logger
 from eagleray.process.malloc import malloc_trim
 from eagleray.server.connection_limit import connection_limit
+from eagleray.server.cross_origin import CrossOrigin
 from eagleray.server.timeouts import (
     FULL_RETRY_SECONDS,
     NEW_CONNECTION_SECONDS,
@@ -62,6 +63,7 @@ class HttpConnections:
         self.max_connections = connection_limit(options.max_connections, open_files=open_files)
         self.max_unfinished_bytes = BODIES_IN_MEMORY * options.max_request_bytes
         """Limit of the bytes of requests that have not arrived completely, over all connections."""
+        self.cross_origin = CrossOrigin(options)
         self.state = state
         self.open_paths = open_paths
         self.count_refusal = count_refusal

@@ -13,9 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
-from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagleray.config.sections import Config
@@ -23,10 +23,12 @@ from eagleray.errors import InvalidRequest
 from eagleray.log import get_logger
 from eagleray.metrics.requests import RequestMetrics
 from eagleray.server.body import IGNORED_FIELDS
+from eagleray.server.cross_origin import CrossOrigin, is_preflight
 from eagleray.server.error_responses import WRONG_METHOD, RefusedRequest, error_response
 from eagleray.server.field_fates import Fate
 from eagleray.server.http_responses import json_response
-from eagleray.server.key_check import KeyCheck
+from eagleray.server.key_check import KeyCheck, comes_from_this_host
+from eagleray.server.paths import route_path, without_last_slash
 
 logger = get_logger(__name__)
 
@@ -98,6 +100,8 @@ class RequestMiddleware:
         self._control_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_control)
         self._keys = KeyCheck(open_paths=self.open_paths, control_paths=self._control_paths, config=config)
         self._metrics = metrics
+        self._cross_origin = CrossOrigin(config.serving)
+        self._root_path = config.serving.url_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,11 +112,14 @@ class RequestMiddleware:
         state["arrival"] = time.perf_counter()
         try:
             headers = Headers(scope=scope)
+            answer.headers = self._cross_origin.answer_headers(scope["headers"])
             state["request_id"] = answer.request_id = _request_id(headers, answer.request_id)
-            # the path that the router matches: without the prefix at which a program has mounted the app
-            path = get_route_path(scope)
+            if is_preflight(scope["method"], headers):  # browsers send no key with it
+                await Response(headers=self._cross_origin.preflight(headers))(scope, receive, answer.send)
+                return
+            path = self._set_route_path(scope)
             if self._keys.has_keys or path in self._control_paths:
-                self._keys.check(path, headers, scope.get("client"))
+                self._keys.check(path, headers, is_local=comes_from_this_host(scope))
             await self._router(scope, receive, answer.send)
         except ClientDisconnect:
             logger.debug("request %s: the client has disconnected", answer.request_id)
@@ -126,6 +133,13 @@ class RequestMiddleware:
             route = endpoint.path if isinstance(endpoint, Endpoint) else "unknown"
             method = scope["method"] if scope["method"] in METHODS else "other"
             self._metrics.http_answered(route, method, answer.status or CLIENT_GONE)
+
+    def _set_route_path(self, scope: Scope) -> str:
+        """Set the path so that a slash at its end does not matter. Return the path that the router matches: without
+        `root_path`, and without the prefix at which a program has mounted the app."""
+        scope["path"] = without_last_slash(scope["path"])
+        scope["root_path"] = scope.get("root_path") or self._root_path
+        return route_path(scope["path"], scope["root_path"])
 
     def count_refusal(self, status: int) -> None:
         """Count an answer of the HTTP protocol to a request that did not reach the application."""
@@ -142,6 +156,8 @@ class ResponseSender:
         self._send = send
         self._state = state
         self.request_id = secrets.token_hex(16)
+        self.headers: list[tuple[bytes, bytes]] = []
+        """Headers that the answer gets besides its own and its id."""
         self.status = 0
 
     async def send(self, message: Message) -> None:
@@ -151,6 +167,7 @@ class ResponseSender:
             headers["x-request-id"] = self.request_id
             if ignored := self._state.get(IGNORED_FIELDS):
                 headers["x-eagleray-ignored"] = ignored
+            headers.raw.extend(self.headers)
         await self._send(message)
 
 

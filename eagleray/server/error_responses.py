@@ -90,6 +90,8 @@ UNKNOWN_ROUTE = ErrorRule(404, "invalid_request_error", "unknown_url")
 WRONG_METHOD = ErrorRule(405, "invalid_request_error", "method_not_allowed")
 REQUEST_TIMED_OUT = ErrorRule(408, "invalid_request_error", "request_timeout")
 BODY_TOO_LARGE = ErrorRule(413, "invalid_request_error", "request_too_large")
+UNSUPPORTED_ENCODING = ErrorRule(415, "invalid_request_error", "unsupported_encoding")
+ORIGIN_REFUSED = ErrorRule(400, "invalid_request_error", "origin_not_allowed")
 HEADERS_TOO_LARGE = ErrorRule(431, "invalid_request_error", "headers_too_large")
 """Rules for requests whose HTTP is wrong. The exception itself carries its rule."""
 

@@ -16,12 +16,13 @@ from typing import Any
 import httptools
 import msgspec
 from uvicorn import Config
-from uvicorn._types import ASGIReceiveEvent
+from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from eagleray.errors import EagleRayError, Overloaded, Unavailable
 from eagleray.server.connections import SMALL_REQUEST_BYTES, HttpConnections
 from eagleray.server.error_responses import HEADERS_TOO_LARGE, REQUEST_TIMED_OUT, RefusedRequest, error_response
+from eagleray.server.paths import route_path
 from eagleray.server.timeouts import BUSY_RETRY_SECONDS, LINGER_SECONDS, RESERVED_SECONDS
 
 MAX_PIPELINED = 64
@@ -47,6 +48,22 @@ class _Cycle(RequestResponseCycle):
     """A request and its answer. `error`, if it is set, is raised where the application reads the body."""
 
     error: EagleRayError | None = None
+    _has_no_length = False
+    """Whether the answer is one of HTTP/1.0 without a length."""
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if self.scope["http_version"] == "1.0":
+            self._do_without_chunks(message)
+        await super().send(message)
+
+    def _do_without_chunks(self, message: ASGISendEvent) -> None:
+        """Have an answer without a length end with the connection, because HTTP/1.0 knows no chunks."""
+        if message["type"] == "http.response.start":
+            if all(name.lower() != b"content-length" for name, _ in message.get("headers", [])):
+                self.chunked_encoding = False
+                self._has_no_length = True
+        elif self._has_no_length and message["type"] == "http.response.body":
+            self.expected_content_length = len(message.get("body", b""))
 
     async def receive(self) -> ASGIReceiveEvent:
         event = await super().receive()
@@ -254,7 +271,7 @@ class HttpProtocol(HttpToolsProtocol):
                 f"{MAX_PIPELINED} requests wait on this connection for the answer to an earlier one, the most that "
                 "this server keeps; open more connections"
             )
-        if self._is_reserved and path not in self._shared.open_paths:
+        if self._is_reserved and route_path(path, self._options.url_prefix) not in self._shared.open_paths:
             raise self._shared.full_error()
 
     def _without_upgrade(self) -> bytes:
@@ -299,7 +316,11 @@ class HttpProtocol(HttpToolsProtocol):
         body = msgspec.json.encode(reply)
         headers |= {"content-type": "application/json", "content-length": str(len(body))}
         headers |= {"x-request-id": request_id, "connection": "close"}
-        pairs = [*self.server_state.default_headers, *((n.encode(), v.encode()) for n, v in headers.items())]
+        pairs = [
+            *self.server_state.default_headers,
+            *((name.encode(), value.encode()) for name, value in headers.items()),
+            *self._shared.cross_origin.answer_headers(self.headers or ()),
+        ]
         return b"".join(
             [STATUS_LINE[status], *(name + b": " + value + b"\r\n" for name, value in pairs), b"\r\n", body]
         )

@@ -10,6 +10,7 @@ import ipaddress
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from eagleray.config.sections import Config
 from eagleray.server.error_responses import CONTROL_FORBIDDEN, WRONG_API_KEY, RefusedRequest
@@ -36,14 +37,14 @@ class KeyCheck:
             options.enable_rl or options.enable_sleep_mode or config.execution.weight_transfer_config
         )
 
-    def check(self, path: str, headers: Headers, client: tuple[str, int] | None) -> None:
-        """Raise `RefusedRequest` if a request from this address may not use the path."""
+    def check(self, path: str, headers: Headers, *, is_local: bool) -> None:
+        """Raise `RefusedRequest` if a request may not use the path. `is_local`: see `comes_from_this_host`."""
         if path in self._control_paths:
             if self._control_keys:
                 _check_key(
                     headers, self._control_keys, "admin API key" if self._control_keys != self._keys else "API key"
                 )
-            elif not self._serves_remote_control and not (_is_local(client) and RELAYED.isdisjoint(headers.keys())):
+            elif not self._serves_remote_control and not (is_local and RELAYED.isdisjoint(headers.keys())):
                 raise RefusedRequest(
                     f"{path} pauses the instance or changes its weights: without API keys it serves clients of this "
                     "host only. Start the server with `--admin-api-key`, or with `--enable-rl` to serve all clients",
@@ -54,12 +55,13 @@ class KeyCheck:
 
 
 def _check_key(headers: Headers, keys: list[bytes], name: str) -> None:
-    scheme, _, key = headers.get("authorization", "").partition(" ")
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    shown = (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
     # Every key is compared, in constant time, so that the time taken reveals nothing about any of them.
-    matches = [hmac.compare_digest(key.encode("latin-1"), known) for known in keys]
-    if scheme.lower() != "bearer" or not any(matches):
+    matches = [hmac.compare_digest(key.encode("latin-1"), known) for key in shown for known in keys]
+    if not any(matches):
         raise RefusedRequest(
-            f"wrong or missing {name}; send it as `Authorization: Bearer KEY`",
+            f"wrong or missing {name}; send it as `Authorization: Bearer KEY` or as `X-API-Key: KEY`",
             WRONG_API_KEY,
             {"www-authenticate": "Bearer"},
         )
@@ -69,10 +71,13 @@ def _encoded(keys: list[str]) -> list[bytes]:
     return [key.encode() for key in keys]
 
 
-def _is_local(client: tuple[str, int] | None) -> bool:
-    """Whether the connection comes from this host."""
+def comes_from_this_host(scope: Scope) -> bool:
+    """Whether the request's connection comes from this host."""
+    server = scope.get("server")
+    if server is not None and server[1] is None and server[0].startswith("/"):  # the path of a Unix socket
+        return True
     try:
-        address = ipaddress.ip_address((client or ("",))[0])
+        address = ipaddress.ip_address((scope.get("client") or ("",))[0])
     except ValueError:
         return False
     mapped = getattr(address, "ipv4_mapped", None)

@@ -23,6 +23,7 @@ REASONS = {
     404: "The model is not served here, or a directory or adapter that the request names does not exist.",
     409: "The state of the instance forbids the call; the message says which call ends it.",
     413: "The request's body is too large.",
+    415: "The request's body is compressed in another way than by gzip.",
     429: "Too many requests are in flight; try again after the seconds of the header Retry-After.",
     500: "The request failed.",
     503: "Not at present; try again after the seconds of the header Retry-After.",
@@ -30,8 +31,11 @@ REASONS = {
 }
 
 
-def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool, control_needs_key: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of these endpoints. `control_needs_key`: whether control routes need a key."""
+def describe(
+    endpoints: list[Endpoint], *, version: str, needs_key: bool, control_needs_key: bool, root_path: str = ""
+) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of these endpoints. `control_needs_key`: whether control routes need a key.
+    `root_path`: path under which a proxy shows the server, or empty."""
     operations = [operation for endpoint in endpoints for operation in endpoint.operations.values()]
     types = [
         part
@@ -53,8 +57,13 @@ def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool, contro
         },
         "components": {"schemas": components},
     }
+    if root_path:
+        document["servers"] = [{"url": root_path}]
     if needs_key or control_needs_key:
-        document["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
+        document["components"]["securitySchemes"] = {
+            "api_key": {"type": "http", "scheme": "bearer"},
+            "api_key_header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+        }
     return document
 
 
@@ -83,7 +92,7 @@ def _path_item(endpoint: Endpoint, schema_of: dict[Any, Any], needs_key: bool) -
         if endpoint.is_control:
             described["responses"]["403"] = _response(REASONS[403], schema_of[ErrorResponse])
         if needs_key and not endpoint.is_open:
-            described["security"] = [{"api_key": []}]
+            described["security"] = [{"api_key": []}, {"api_key_header": []}]
             described["responses"]["401"] = _response(REASONS[401], schema_of[ErrorResponse])
     if names := re.findall(r"\{(\w+)", endpoint.path):
         item["parameters"] = [
@@ -112,7 +121,8 @@ def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
         parameters += _query_parameters(operation.request_body)
     if parameters:
         described["parameters"] = parameters
-    for status in operation.error_statuses:
+    reads_body = {415} if 413 in operation.error_statuses else set()
+    for status in sorted({*operation.error_statuses, *reads_body}):
         described["responses"][str(status)] = _response(REASONS[status], schema_of[ErrorResponse])
     return described
 

@@ -57,7 +57,7 @@ def test_collective_rpc_needs_an_admin_key_without_the_option(checkpoint, is_ena
 def test_collective_rpc_is_in_the_openapi_document(rpc):
     operation = rpc.get("/openapi.json").json()["paths"][PATH]["post"]
     assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/CollectiveRpcRequest")
-    assert {"200", "400", "409", "413", "500", "503", "504"} == operation["responses"].keys()
+    assert {"200", "400", "409", "413", "415", "500", "503", "504"} == operation["responses"].keys()
 
 
 def test_collective_rpc_passes_arguments_and_results(rpc):

@@ -132,7 +132,7 @@ def test_endpoint_every_exception_has_a_response():
             assert refusal.status < 500
             assert refusal.reply.error.message == "because"
     rules = [*TABLE.values(), *(value for value in vars(error_responses).values() if isinstance(value, ErrorRule))]
-    assert {rule.status for rule in rules} == {400, 401, 403, 404, 405, 408, 409, 413, 429, 431, 500, 503, 504}
+    assert {rule.status for rule in rules} == {400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503, 504}
 
 
 def test_application_imports_neither_torch_nor_ray():

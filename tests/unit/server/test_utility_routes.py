@@ -189,5 +189,5 @@ def test_openapi_schemas_are_those_of_the_checks(api):
     assert schema["properties"]["use_beam_search"]["enum"] == [None, False]
     assert "tools" not in schema["properties"]
     operation = document(api)["paths"]["/v1/completions"]["post"]
-    assert set(operation["responses"]) == {"200", "400", "404", "413", "429", "500", "503", "504"}
+    assert set(operation["responses"]) == {"200", "400", "404", "413", "415", "429", "500", "503", "504"}
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
