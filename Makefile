@@ -60,5 +60,8 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[test]"
 	touch $@
 
+keywords: $(READY)  ## Write the type of the keyword arguments of `LLM`, after an option was added.
+	$(BIN)/python scripts/make_keywords.py
+
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -7,21 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagleray.async_llm import AsyncLLM, AsyncLLMEngine
+    from eagleray.client.outputs import CompletionOutput, RequestOutput
     from eagleray.engine_args import AsyncEngineArgs, EngineArgs
     from eagleray.llm import LLM
     from eagleray.lora import LoRARequest
     from eagleray.messages.sampling import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+    from eagleray.prompts import PromptType, TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "CompletionOutput",
     "EngineArgs",
     "LoRARequest",
+    "PromptType",
     "RepetitionDetectionParams",
+    "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 __version__ = "0.1.0"
@@ -34,8 +41,13 @@ MODULES = {
     "EngineArgs": "engine_args",
     "AsyncEngineArgs": "engine_args",
     "RepetitionDetectionParams": "messages.sampling",
+    "CompletionOutput": "client.outputs",
+    "RequestOutput": "client.outputs",
     "RequestOutputKind": "messages.sampling",
     "SamplingParams": "messages.sampling",
+    "PromptType": "prompts",
+    "TextPrompt": "prompts",
+    "TokensPrompt": "prompts",
 }
 """Modules of the names that are imported when they are first used: they pull in sockets and the tokenizer, of which
 `eagleray --help` needs neither, and a trainer that imports `eagleray.weights` may have torch alone."""

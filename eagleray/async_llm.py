@@ -10,15 +10,16 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from eagleray.client.outputs import RequestOutput
 from eagleray.client.request import RequestStream
 from eagleray.client.text.tokenizer import Tokenizer
+from eagleray.config.keywords import LLMKeywords
 from eagleray.engine_args import EngineArgs
 from eagleray.errors import DeadlineExceeded, EngineFailed
 from eagleray.instance import POLL_INTERVAL_SECONDS, InstanceThread
-from eagleray.instance_calls import InstanceCalls
+from eagleray.instance_calls import InstanceCalls, missing_method
 from eagleray.lora import LoRARequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.prompts import PromptLike
@@ -56,7 +57,7 @@ class AsyncLLM:
     mistakes that the caller can correct.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | None = None, **options: Unpack[LLMKeywords]) -> None:
         self._start(EngineArgs(model, **options))
 
     @classmethod
@@ -73,6 +74,9 @@ class AsyncLLM:
         self._calls = InstanceCalls(self._instance)
         self._streams: dict[str, RequestStream] = {}
         """Streams of the requests that `generate` has sent, by id. Used in the instance's loop."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_method(self, name)
 
     # Requests.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import msgspec
 
 from eagleray.config.build import build_config, field_owners, unknown_option
 from eagleray.config.flags import add_config_flags, given_options
+from eagleray.config.keywords import LLMKeywords
 from eagleray.config.option_variables import with_variables
 from eagleray.config.resolve import checkpoint_dir
 from eagleray.config.sections import Config
@@ -32,7 +33,7 @@ class EngineArgs:
     Raises `ConfigError` for an option that does not exist; values are checked by `config`.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | None = None, **options: Unpack[LLMKeywords]) -> None:
         defaults = _defaults()
         for name in options:
             if name not in defaults and option_fate(name, defaults) is None:

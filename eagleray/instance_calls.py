@@ -28,6 +28,26 @@ from eagleray.messages.control import (
     ShutdownWeightTransfer,
 )
 
+METHODS_ELSEWHERE = {
+    "apply_model": "write a worker extension (`worker_extension_cls`) and call its methods by `collective_rpc`",
+    "beam_search": "`SamplingParams.n` gives several completions",
+    "classify": "the model generates text",
+    "encode": "the model generates text",
+    "get_metrics": "outputs have `metrics`, and servers have /metrics",
+    "reset_mm_cache": "prompts have no images, sound or video",
+    "score": "the model generates text",
+    "start_draft_weight_update": "there are no draft models",
+    "start_profile": "profile the workers by a worker extension (`worker_extension_cls`)",
+    "stop_profile": "profile the workers by a worker extension (`worker_extension_cls`)",
+}
+"""Methods of vLLM's `LLM` and `AsyncLLM` that are not here, and what there is instead."""
+
+
+def missing_method(owner: object, name: str) -> AttributeError:
+    """Return the error for a method that does not exist."""
+    advice = f": {METHODS_ELSEWHERE[name]}" if name in METHODS_ELSEWHERE else ""
+    return AttributeError(f"`{type(owner).__name__}` has no attribute `{name}`{advice}", name=name, obj=owner)
+
 
 class InstanceCalls:
     """The calls of one instance. Used in its loop."""

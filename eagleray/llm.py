@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from tqdm import tqdm
 
 from eagleray.client.outputs import RequestOutput
 from eagleray.client.request import RequestStream
 from eagleray.client.text.tokenizer import Tokenizer
+from eagleray.config.keywords import LLMKeywords
 from eagleray.engine_args import EngineArgs
 from eagleray.instance import InstanceThread
-from eagleray.instance_calls import InstanceCalls
+from eagleray.instance_calls import InstanceCalls, missing_method
 from eagleray.lora import LoRARequest
 from eagleray.messages.sampling import RequestOutputKind, SamplingParams
 from eagleray.prompts import Conversation, PromptLike, as_prompts, chat_prompts, one_for_each
@@ -55,11 +56,24 @@ class LLM:
     Raises `ConfigError` or `CheckpointError` (ValueErrors) for mistakes that the caller can correct.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
-        self.config = EngineArgs(model, **options).config()
+    def __init__(self, model: str | None = None, **options: Unpack[LLMKeywords]) -> None:
+        self._start(EngineArgs(model, **options))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Start an instance with these options."""
+        llm = cls.__new__(cls)
+        llm._start(engine_args)
+        return llm
+
+    def _start(self, args: EngineArgs) -> None:
+        self.config = args.config()
         self._thread = InstanceThread(self.config)
         self._instance = self._thread.instance
         self._calls = InstanceCalls(self._instance)
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_method(self, name)
 
     # Requests.
 
@@ -172,6 +186,11 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer. Raises `InvalidRequest` under `skip_tokenizer_init`."""
         return self._instance.tokenizer
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Return the number of workers, of all engines or of one."""
+        parallel = self.config.parallel
+        return parallel.world_size * (parallel.data_parallel_size if include_dp else 1)
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
         """Return the parameters that `generate` uses by default: the model's own (`generation_config`).

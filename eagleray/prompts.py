@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from eagleray.client.preprocess import Prompt
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import InvalidRequest
 
+
+class TextPrompt(TypedDict):
+    """A prompt of text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt of token ids."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}` with an optional `cache_salt`."""
+
+PromptType = PromptLike
+"""The same, under the name of vLLM."""
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages, each `{"role", "content"}`."""
@@ -24,12 +43,12 @@ class ParsedPrompt(NamedTuple):
 
 
 def parse_prompt(prompt: PromptLike) -> ParsedPrompt:
-    """Raise `InvalidRequest` for a field that prompts do not have."""
+    """Raise `InvalidRequest` for a field that prompts do not have, unless it is None."""
     match prompt:
         case str():
             return ParsedPrompt(Prompt(text=prompt), "")
         case Mapping():
-            if unknown := set(prompt) - PROMPT_FIELDS:
+            if unknown := {name for name, value in prompt.items() if value is not None} - PROMPT_FIELDS:
                 raise InvalidRequest(f"a prompt has no field {sorted(unknown)[0]!r}", param="prompt")
             ids = prompt.get("prompt_token_ids")
             parsed = Prompt(prompt.get("prompt"), None if ids is None else list(ids))

@@ -19,6 +19,8 @@ from pathlib import Path
 FOLDERS = ("eagleray", "bench", "scripts", "benchmarks", "tests", "docs", "examples")
 OPTION_FILES = ("config/sections.py", "config/serving.py", "config/observability.py")
 """Modules whose fields are options."""
+FLAG_TABLE = "eagleray/config/vllm_table.py"
+"""Module whose texts name options of vLLM."""
 
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)+")
@@ -134,6 +136,8 @@ class Code:
                 if id(node) not in docstrings and not path.startswith("tests/"):
                     self._words.update(re.findall(r"\w+", node.value))
                     self.flags.update(FLAG.findall(node.value))
+                    if path == FLAG_TABLE:
+                        self.flags.update(f"--{word.replace('_', '-')}" for word in node.value.split())
                 if path.startswith("eagleray/metrics/"):
                     self._metrics.add(node.value.removeprefix("eagleray:"))
             elif isinstance(node, ast.ClassDef):

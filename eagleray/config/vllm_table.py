@@ -16,34 +16,35 @@ def _names(text: str) -> frozenset[str]:
 
 
 SWITCHES = _names(
-    """aggregate_engine_logging allow_deprecated_quantization cohere_is_reasoning_model
-    cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb
-    dcp_q_replicate disable_cascade_attn disable_chunked_mm_input disable_custom_all_reduce disable_fastapi_docs
-    disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats disable_nccl_for_dp_synchronization
-    disable_sliding_window disable_uvicorn_access_log enable_auto_tool_choice enable_batch_sharded_sampling
-    enable_chunked_prefill enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter
-    enable_fault_tolerance enable_flash_late_interaction enable_flashinfer_autotune enable_force_include_usage
-    enable_hc_sp enable_layerwise_nvtx_tracing enable_log_deltas enable_log_outputs enable_log_requests
-    enable_logging_iteration_details enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint
-    enable_mfu_metrics enable_mixed_moe_lora_format enable_mm_embeds enable_moe_shared_loras
-    enable_nccl_comm_suspend enable_offline_docs enable_per_request_metrics enable_prompt_embeds
-    enable_prompt_tokens_details enable_reasoning enable_request_id_headers enable_scale_out
-    enable_server_load_tracking enable_shm_tensor_arena enable_sleep_mode enable_ssl_refresh
-    enable_tokenizer_info_endpoint enable_tower_connector_lora enable_trace_replay enforce_eager
-    exclude_tools_when_tool_choice_none fail_on_environ_validation fully_sharded_loras grpc headless
-    interleave_mm_strings jit_monitor_verbose kv_cache_metrics kv_sharing_fast_prefill language_model_only
-    log_error_stack long_prefill_token_threshold_adaptive mm_device_do_normalize mm_encoder_only numa_bind
+    """aggregate_engine_logging allow_deprecated_quantization cohere_is_reasoning_model cudagraph_metrics
+    data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb dcp_q_replicate
+    disable_cascade_attn disable_chunked_mm_input disable_custom_all_reduce disable_fastapi_docs
+    disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats
+    disable_nccl_for_dp_synchronization disable_sliding_window disable_uvicorn_access_log
+    enable_auto_tool_choice enable_batch_sharded_sampling enable_chunked_prefill enable_cumem_allocator
+    enable_dbo enable_elastic_ep enable_ep_weight_filter enable_fault_tolerance enable_flash_late_interaction
+    enable_flashinfer_autotune enable_force_include_usage enable_hc_sp enable_layerwise_nvtx_tracing
+    enable_log_deltas enable_log_outputs enable_log_requests enable_logging_iteration_details
+    enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint enable_mfu_metrics
+    enable_mixed_moe_lora_format enable_mm_embeds enable_moe_shared_loras enable_nccl_comm_suspend
+    enable_offline_docs enable_per_request_metrics enable_prompt_embeds enable_prompt_tokens_details
+    enable_reasoning enable_request_id_headers enable_scale_out enable_server_load_tracking
+    enable_shm_tensor_arena enable_sleep_mode enable_ssl_refresh enable_tokenizer_info_endpoint
+    enable_tower_connector_lora enable_trace_replay enforce_eager exclude_tools_when_tool_choice_none
+    fail_on_environ_validation fully_sharded_loras grpc headless interleave_mm_strings jit_monitor_verbose
+    kv_cache_metrics kv_sharing_fast_prefill language_model_only log_error_stack
+    long_prefill_token_threshold_adaptive mm_device_do_normalize mm_encoder_only numa_bind
     ray_workers_use_nsight return_sampling_mask return_tokens_as_token_ids scheduler_reserve_full_isl
     skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora swa_bounded_replay tokens_only
-    trust_remote_code trust_request_chat_template trust_request_mm_kwargs use_fp64_gumbel use_replayssm
-    use_tqdm_on_load use_v2_block_manager"""
+    trust_remote_code trust_request_mm_kwargs use_fp64_gumbel use_replayssm use_tqdm_on_load
+    use_v2_block_manager"""
 )
 """Options that are true or false: their flags take no value."""
 
 LISTS = _names(
     """allowed_media_domains collect_detailed_traces cpu_offload_params cudagraph_capture_sizes ignore_patterns
-    kv_cache_dtype_skip_layers logits_processors lora_target_modules numa_bind_cpus numa_bind_nodes offload_params
-    sleep_preserve_parameter_names"""
+    kv_cache_dtype_skip_layers logits_processors lora_target_modules numa_bind_cpus numa_bind_nodes
+    offload_params sleep_preserve_parameter_names"""
 )
 """Options whose flags take one value or more."""
 
@@ -159,6 +160,7 @@ NO_EFFECT = {
         " trust_request_mm_kwargs ec_manager_config allowed_local_media_path allowed_media_domains"
         " disable_mm_preprocessor_cache"
     ),
+    "`trace_decode_token_ids` needs no option": "enable_trace_replay",
     "no metric is hidden": "show_hidden_metrics_for_version",
     "there is nothing to sample": "kv_cache_metrics_sample per_request_spec_decode_metrics",
     "there is no log of statistics": "disable_log_stats",
@@ -195,13 +197,11 @@ REFUSED = {
         "return_sampling_mask kv_transfer_config kv_events_config enable_elastic_ep elastic_ep_max_dp_size"
         " structured_outputs_config guided_decoding_backend otlp_traces_endpoint collect_detailed_traces"
         " custom_histogram_buckets profiler_config log_config_file enable_log_requests enable_log_outputs"
-        " log_error_stack uds middleware ssl_keyfile ssl_certfile ssl_ca_certs"
-        " ssl_cert_reqs ssl_ciphers enable_ssl_refresh enable_force_include_usage sse_keep_alive_interval"
-        " enable_tokenizer_info_endpoint default_chat_template_kwargs"
-        " trust_request_chat_template max_num_queued_tokens long_prefill_token_threshold"
-        " long_prefill_token_threshold_adaptive fingerprint_value"
-        " fingerprint_mode response_role chat_template_content_format revision tokenizer_revision"
-        " hf_token download_dir hf_overrides override_generation_config model_loader_extra_config ignore_patterns"
+        " log_error_stack uds middleware ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"
+        " enable_ssl_refresh enable_force_include_usage sse_keep_alive_interval enable_tokenizer_info_endpoint"
+        " max_num_queued_tokens long_prefill_token_threshold long_prefill_token_threshold_adaptive"
+        " fingerprint_value fingerprint_mode response_role revision tokenizer_revision hf_token download_dir"
+        " hf_overrides override_generation_config model_loader_extra_config ignore_patterns"
     ),
     "not supported: no marks are put into texts": "watermark_config",
     "not supported: no supported model has such embeddings": "engram_config",
@@ -214,7 +214,7 @@ REFUSED = {
     "not supported: change `rope_scaling` in config.json": "rope_scaling",
     "not supported: change `rope_theta` in config.json": "rope_theta",
     "not supported: use `device`": "device_config",
-    "not supported: the model generates text": "runner convert task pooler_config diffusion_config",
+    "not supported: the model generates text": "task diffusion_config",
     "not supported: requests have no images, sound or video": (
         "limit_mm_per_prompt enable_mm_embeds media_io_kwargs mm_processor_kwargs mm_encoder_only"
         " ec_transfer_config default_mm_loras enable_tower_connector_lora"
@@ -255,8 +255,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "model_impl": ("auto", "vllm"),
     "config_format": ("auto", "hf"),
     "tokenizer_mode": ("auto", "hf"),
-    "runner": ("auto", "generate"),
-    "convert": ("auto", "none"),
     "task": ("auto", "generate"),
     "decode_context_parallel_size": (1,),
     "prefill_context_parallel_size": (1,),
@@ -267,7 +265,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "guided_decoding_backend": ("auto",),
     "fingerprint_mode": ("full", "hash", "none"),
     "response_role": ("assistant",),
-    "chat_template_content_format": ("auto",),
     "ignore_patterns": (["original/**/*"], "original/**/*"),
 }
 """Values of refused options that mean "off", besides those of `is_off`."""

@@ -159,6 +159,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: Any = None
     thinking_token_budget: int | None = None
     extra_args: dict[str, Any] | None = None
+    watermarking: bool | None = None
 
     def __post_init__(self) -> None:
         if self.seed == -1:
@@ -176,6 +177,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Raise `InvalidRequest` for a value that makes no sense, or that asks for a feature that does not exist."""
         _check(self)
         _check_unsupported(self)
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """Return parameters where None stands for the default, and `logit_bias` may have ids as texts and biases
+        beyond the limits. Raises `InvalidRequest`."""
+        given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+        if (biases := given.get("logit_bias")) is not None:
+            try:
+                given["logit_bias"] = {int(token): min(100.0, max(-100.0, bias)) for token, bias in biases.items()}
+            except (ValueError, TypeError):
+                raise InvalidRequest(
+                    f"`logit_bias` must have biases by token id, but it is {_show(biases)}", param="logit_bias"
+                ) from None
+        return cls(**given)
 
     def clone(self) -> SamplingParams:
         """Return a copy whose fields may be assigned without an effect on this object."""
@@ -247,6 +262,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "structured_outputs": ((None,), "outputs cannot be constrained by a schema or a grammar"),
     "thinking_token_budget": ((None, -1), "`max_tokens` limits thinking and answer together"),
     "extra_args": ((None, {}), "there are no plug-ins that would read them"),
+    "watermarking": ((None, False), "no marks are put into texts"),
 }
 """Fields of vLLM whose features do not exist: the values that are accepted, and what there is instead."""
 

@@ -10,7 +10,7 @@ from eagleray.client.outputs import CompletionOutput, RequestOutput
 from eagleray.compat.vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from eagleray.compat.vllm.engine.async_llm_engine import AsyncLLMEngine
 from eagleray.compat.vllm.entrypoints import LLM
-from eagleray.compat.vllm.inputs import TextPrompt, TokensPrompt
+from eagleray.compat.vllm.inputs import PromptType, TextPrompt, TokensPrompt
 from eagleray.messages.sampling import SamplingParams
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "AsyncLLMEngine",
     "CompletionOutput",
     "EngineArgs",
+    "PromptType",
     "RequestOutput",
     "SamplingParams",
     "TextPrompt",

@@ -90,7 +90,7 @@ def test_parser_wrong_flag_is_one_sentence(line, message):
     [
         ("m --model n", "the model is given twice: 'm', and 'n' by --model"),
         ("--dtype int3", "option `dtype`: must be one of auto"),
-        ("--uds /x", "option `uds` is not supported yet"),
+        ("--cpu-offload-gb 4", "option `cpu_offload_gb` is not supported: weights"),
     ],
 )
 def test_server_config_wrong_value_is_one_sentence(line, message):

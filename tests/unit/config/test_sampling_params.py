@@ -22,7 +22,7 @@ VLLM_FIELDS = """n presence_penalty frequency_penalty repetition_penalty tempera
     prompt_logprob_start logprob_token_ids flat_logprobs detokenize skip_special_tokens spaces_between_special_tokens
     include_stop_str_in_output output_kind stream_interval skip_clone structured_outputs logit_bias allowed_token_ids
     extra_args bad_words skip_reading_prefix_cache thinking_token_budget repetition_detection
-    routed_experts_prompt_start trace_decode_token_ids"""
+    routed_experts_prompt_start trace_decode_token_ids watermarking"""
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,7 @@ VLLM_FIELDS = """n presence_penalty frequency_penalty repetition_penalty tempera
         ("repetition_detection", {"min_size": 2}),
         ("repetition_detection", 7),
         ("extra_args", {"a": 1}),
+        ("watermarking", True),
         ("seed", 2**64),
         ("stop", ""),
         ("stop", ["a", ""]),
@@ -134,6 +135,7 @@ def test_sampling_params_every_field_of_vllm_is_there():
         ("repetition_detection", (None, RepetitionDetectionParams())),
         ("trace_decode_token_ids", (None, [])),
         ("extra_args", (None, {})),
+        ("watermarking", (None, False)),
         ("skip_clone", (False, True)),
         ("spaces_between_special_tokens", (False, True)),
         ("skip_reading_prefix_cache", (None, False, True)),
@@ -164,3 +166,11 @@ def test_resolve_all_logprobs_replaces_minus_one_alone():
     resolved = resolve_all_logprobs(params, 320)
     assert (resolved.logprobs, resolved.prompt_logprobs, params.logprobs) == (320, 3, -1)
     assert resolve_all_logprobs(resolved, 320) is resolved
+
+
+def test_sampling_params_from_optional_takes_none_for_the_default():
+    params = SamplingParams.from_optional(n=None, temperature=None, top_p=0.5, max_tokens=None, logit_bias={"7": 200})
+    assert (params.n, params.temperature, params.top_p, params.max_tokens) == (1, 1.0, 0.5, None)
+    assert params.logit_bias == {7: 100.0}
+    with pytest.raises(InvalidRequest, match="`logit_bias` must have biases by token id"):
+        SamplingParams.from_optional(logit_bias={"x": 1})

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from eagleray import EngineArgs
+from eagleray import EngineArgs, SamplingParams
 from eagleray.config.build import build_config, field_owners, list_options, option_types
 from eagleray.config.fates import Expansion, NoEffect, Refused, Renamed
 from eagleray.config.option_values import VALUES
@@ -67,9 +67,9 @@ def test_vllm_table_sentences_name_options_that_exist():
     for fate in TABLE.values():
         if isinstance(fate, NoEffect | Refused):
             named = set(re.findall(r"`([a-z_0-9]+)`", fate.reason))
-            requests = {"logit_bias", "allowed_token_ids", "bad_words", "usage", "prompt_tokens_details", "tokenizers"}
-            config_file = {"architectures", "rope_scaling", "rope_theta"}
-            assert named - requests - config_file <= OWN.keys() | TABLE.keys()
+            fields = {*SamplingParams.__struct_fields__, "usage", "prompt_tokens_details"}
+            of_files = {"architectures", "rope_scaling", "rope_theta", "tokenizers"}
+            assert named - fields - of_files <= OWN.keys() | TABLE.keys()
 
 
 def test_vllm_table_flags_take_as_many_values_as_those_of_vllm():
@@ -136,7 +136,7 @@ def test_translate_default_of_vllm_is_accepted(name):
         ({"no_enforce_eager": True, "no_enable_prefix_caching": "true"}, {"enable_prefix_caching": False}),
         ({"enforce_eager": None, "max_num_seqs": None}, {}),
         ({"limit_mm_per_prompt": '{"image": 0, "video": {"count": 0}}', "cpu_offload_gb": "0.0"}, {}),
-        ({"runner": "generate", "model_impl": "vllm"}, {}),
+        ({"task": "generate", "model_impl": "vllm", "decode_context_parallel_size": "1", "lora_dtype": "auto"}, {}),
         ({"nobody": 1}, {"nobody": 1}),
     ],
 )
