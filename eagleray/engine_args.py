@@ -11,11 +11,11 @@ from eagleray.config.build import build_config, field_owners, unknown_option
 from eagleray.config.flags import add_config_flags, given_options
 from eagleray.config.keywords import LLMKeywords
 from eagleray.config.option_variables import with_variables
-from eagleray.config.resolve import checkpoint_dir
 from eagleray.config.sections import Config
 from eagleray.config.serving import ServingConfig
 from eagleray.config.vllm_options import option_fate, translate
 from eagleray.errors import ConfigError
+from eagleray.hub.prepare import prepare_model
 from eagleray.log import get_logger, setup_logging
 
 logger = get_logger(__name__)
@@ -61,7 +61,8 @@ class EngineArgs:
         return cls(**given_options(arguments, sections=SECTIONS))
 
     def config(self) -> Config:
-        """Check the values and build the configuration. Raises `ConfigError` or `CheckpointError`.
+        """Check the values, and return the configuration with the model found or downloaded. Raises `ConfigError` or
+        `CheckpointError`.
 
         Options that were not given come from the environment.
         """
@@ -76,8 +77,7 @@ class EngineArgs:
             setup_logging("llm", config.observability.log_level)
         for note in known.notes:
             logger.info("%s", note)
-        checkpoint_dir(config.model)
-        return config
+        return msgspec.structs.replace(config, model=prepare_model(config.model))
 
 
 class AsyncEngineArgs(EngineArgs):

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from eagleray.client.outputs import RequestOutput
-from eagleray.config.resolve import checkpoint_dir
 from eagleray.errors import UserError
+from eagleray.hub.locate import checkpoint_dir
 from eagleray.llm import LLM
 from eagleray.messages.sampling import SamplingParams
 from eagleray_bench.figures import Summary, summarize

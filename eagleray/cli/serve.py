@@ -10,14 +10,17 @@ import socket
 import time
 from typing import Any
 
+import msgspec
+
 from eagleray.cli.options import server_config
 from eagleray.config.api_keys import with_api_keys
 from eagleray.config.flags import add_config_flags
-from eagleray.config.resolve import checkpoint_dir, served_names
+from eagleray.config.resolve import served_names
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 from eagleray.fleet.supervisor import Supervisor
 from eagleray.fleet.timeouts import FLUSH_SECONDS
+from eagleray.hub.prepare import prepare_model
 from eagleray.log import get_logger
 from eagleray.process.open_files import raise_open_files_limit
 from eagleray.server.connection_limit import SPARE_FILES, connection_limit
@@ -51,7 +54,8 @@ def run(arguments: argparse.Namespace) -> None:
     config = with_api_keys(server_config(arguments, sections=SECTIONS))
     open_files = raise_open_files_limit(needed=(config.serving.max_connections or 0) + SPARE_FILES)
     connection_limit(config.serving.max_connections, open_files=open_files)
-    checkpoint_dir(config.model)  # a wrong path is an error before processes have started
+    # before processes start: a wrong name is an error at once, and a download takes as long as it takes
+    config = msgspec.structs.replace(config, model=prepare_model(config.model))
     if config.model.model is None:
         logger.info("no model was given: serving the embedded demo model, a toy of a few million parameters")
     with _listen(config.serving.host, config.serving.port) as listener:

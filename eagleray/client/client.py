@@ -22,11 +22,12 @@ from eagleray.client.in_flight import InFlightRequests, RecoveryObserver
 from eagleray.client.preprocess import Prompt, RequestBuilder
 from eagleray.client.request import RequestStream
 from eagleray.client.routing.router import Router
-from eagleray.client.text.end_tokens import eos_token_ids
+from eagleray.client.text.generation_config import model_eos_token_ids
 from eagleray.client.text.tokenizer import Tokenizer
-from eagleray.config.resolve import checkpoint_dir, local_ranks, tokenizer_dir
+from eagleray.config.resolve import local_ranks
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, Unavailable
+from eagleray.hub.locate import tokenizer_dir
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, MemberId, SupervisorId
 from eagleray.log import get_logger
 from eagleray.messages.adapters import Adapter
@@ -125,7 +126,7 @@ class Client:
         builder = RequestBuilder(
             client_id,
             tokenizer=tokenizer,
-            eos_token_ids=eos_token_ids(checkpoint_dir(model)) or (tokenizer.eos_token_ids if tokenizer else ()),
+            eos_token_ids=model_eos_token_ids(model) or (tokenizer.eos_token_ids if tokenizer else ()),
             max_logprobs=model.max_logprobs,
             seed=model.seed,
             max_request_restarts=config.recovery.max_request_restarts,

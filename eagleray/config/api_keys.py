@@ -38,6 +38,11 @@ def without_api_keys(config: Config) -> Config:
     return _replace(config, [], [])
 
 
+def without_hub_token(config: Config) -> Config:
+    """Return the configuration for processes that download no models."""
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, hf_token=None))
+
+
 def divided_keys(text: str) -> list[str]:
     """Split the keys of an environment variable."""
     return [key.strip() for key in re.split(r"[,\n]", text) if key.strip()]

@@ -78,6 +78,8 @@ def _add_flag(
         keywords["metavar"] = "{" + ",".join(get_args(kind)) + "}"
     else:
         keywords["metavar"] = {int: "N", float: "X"}.get(kind, "VALUE")
+    if field.name == "hf_token":  # without a value, as in vLLM: the token of a login
+        keywords |= {"nargs": "?", "const": ""}
     group.add_argument(*_spellings(parser, field.name), **keywords)
 
 
@@ -87,8 +89,6 @@ def _add_vllm_flag(parser: argparse.ArgumentParser, name: str) -> None:
         keywords["action"] = argparse.BooleanOptionalAction
     elif name in LISTS:
         keywords["nargs"] = "+"
-    elif name == "hf_token":
-        keywords |= {"nargs": "?", "const": True}
     elif name == "middleware":
         keywords["action"] = "append"
     parser.add_argument(*_spellings(parser, name), **keywords)

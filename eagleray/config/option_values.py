@@ -112,6 +112,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "data_parallel_backend": _words({"mp": "processes"}),
     "kv_cache_dtype": _words({"fp8_e4m3": "fp8"}),
     "generation_config": _words({"vllm": "none"}),
+    "hf_token": lambda token: "" if token is True else token,
     "load_format": _words(dict.fromkeys(("runai_streamer", "fastsafetensors", "instanttensor"), "safetensors")),
     "worker_extension_cls": _words({"": None}),
     "log_level": log_level,

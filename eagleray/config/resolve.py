@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from eagleray.config.sections import CacheConfig, Config, ModelConfig, ParallelConfig, RayConfig
-from eagleray.errors import CheckpointError, ConfigError
+from eagleray.errors import ConfigError
 
 ExecutorName = Literal["in-process", "processes", "ray", "ray-graph"]
 ExpertDispatch = Literal["all-reduce", "all-gather", "all-to-all"]
@@ -23,34 +23,6 @@ INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 WORKER_GROUP_OPTIONS = ("bundle_indices", "ray_placement_strategy", "ray_graph_timeout")
 """Options of Ray that only make sense where the workers are actors of their own."""
-
-
-def checkpoint_dir(model: ModelConfig) -> Path:
-    """Return the directory of the checkpoint.
-
-    Raises `CheckpointError` if it is not a directory or has no config.json.
-    """
-    if model.model is None:
-        return DEMO_MODEL_DIR
-    path = Path(model.model).expanduser()
-    if not path.is_dir():
-        raise CheckpointError(
-            f"model {model.model!r}: there is no such directory. eagleray reads checkpoints from disk: give the path "
-            "of a directory with config.json and *.safetensors files"
-        )
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path / 'config.json'}: not found; a checkpoint in Hugging Face format has one")
-    return path
-
-
-def tokenizer_dir(model: ModelConfig) -> Path:
-    """Return the directory of the tokenizer's files."""
-    if model.tokenizer is None:
-        return checkpoint_dir(model)
-    path = Path(model.tokenizer).expanduser()
-    if not path.is_dir():
-        raise CheckpointError(f"tokenizer {model.tokenizer!r}: there is no such directory")
-    return path
 
 
 def served_names(model: ModelConfig) -> list[str]:

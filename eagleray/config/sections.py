@@ -20,9 +20,47 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: Annotated[
         str | None,
-        Meta(description="Directory with a checkpoint in Hugging Face format. Without it: the embedded demo model."),
+        Meta(
+            description="Checkpoint in Hugging Face format: a directory, an id such as Qwen/Qwen3-0.6B, or a URL such "
+            "as s3://bucket/model. Without it: the embedded demo model."
+        ),
     ] = None
-    tokenizer: Annotated[str | None, Meta(description="Directory of the tokenizer, if it is not the model's.")] = None
+    tokenizer: Annotated[
+        str | None, Meta(description="Directory, id or URL of the tokenizer, if it is not the model's.")
+    ] = None
+    revision: Annotated[
+        str | None,
+        Meta(description="Branch, tag or commit of a model id. Default: main. Directories have no revisions."),
+    ] = None
+    tokenizer_revision: Annotated[
+        str | None, Meta(description="Branch, tag or commit of the tokenizer's id. Default: the model's, or main.")
+    ] = None
+    hf_token: Annotated[
+        str | None,
+        Meta(
+            description="Token for downloads of private and gated models; better given as the environment variable "
+            "HF_TOKEN. Default: HF_TOKEN, or that of `hf auth login`."
+        ),
+    ] = None
+    download_dir: Annotated[
+        str | None,
+        Meta(
+            description="Cache for downloaded models, in the layout of Hugging Face. Default: HF_HUB_CACHE, else "
+            "HF_HOME/hub, else ~/.cache/huggingface/hub."
+        ),
+    ] = None
+    ignore_patterns: Annotated[
+        list[str], Meta(description="Patterns of files of a repository that are not downloaded, such as 'original/*'.")
+    ] = []
+    hf_config_path: Annotated[
+        str | None, Meta(description="Directory or id that config.json is read from, if it is not the model's.")
+    ] = None
+    hf_overrides: Annotated[
+        dict[str, Any],
+        Meta(
+            description="Fields that replace those of config.json, as JSON. Objects are merged, null removes a field."
+        ),
+    ] = {}
     skip_tokenizer_init: Annotated[bool, Meta(description="Load no tokenizer: token ids in, token ids out.")] = False
     served_model_name: Annotated[
         list[str], Meta(description="Names that requests may use for the model; the first one is shown in answers.")
@@ -47,9 +85,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="dummy: random weights, no weight files needed."),
     ] = "auto"
     generation_config: Annotated[
-        Literal["auto", "none"],
-        Meta(description="auto: default sampling parameters come from the model's generation_config.json."),
+        str,
+        Meta(
+            description="Source of default sampling parameters. auto: the model's generation_config.json. none: "
+            "nothing. Else a directory with a generation_config.json."
+        ),
     ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any],
+        Meta(
+            description='Fields that replace those of generation_config.json, as JSON: {"temperature": 0.7}; also if '
+            "`generation_config` is none."
+        ),
+    ] = {}
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
         Meta(

@@ -42,7 +42,7 @@ SWITCHES = _names(
 """Options that are true or false: their flags take no value."""
 
 LISTS = _names(
-    """allowed_media_domains collect_detailed_traces cpu_offload_params cudagraph_capture_sizes ignore_patterns
+    """allowed_media_domains collect_detailed_traces cpu_offload_params cudagraph_capture_sizes
     kv_cache_dtype_skip_layers logits_processors lora_target_modules numa_bind_cpus numa_bind_nodes
     offload_params sleep_preserve_parameter_names"""
 )
@@ -200,13 +200,11 @@ REFUSED = {
         " log_error_stack uds middleware ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"
         " enable_ssl_refresh enable_force_include_usage sse_keep_alive_interval enable_tokenizer_info_endpoint"
         " max_num_queued_tokens long_prefill_token_threshold long_prefill_token_threshold_adaptive"
-        " fingerprint_value fingerprint_mode response_role revision tokenizer_revision hf_token download_dir"
-        " hf_overrides override_generation_config model_loader_extra_config ignore_patterns"
+        " fingerprint_value fingerprint_mode response_role model_loader_extra_config"
     ),
     "not supported: no marks are put into texts": "watermark_config",
     "not supported: no supported model has such embeddings": "engram_config",
     "not supported: prompts are texts or token ids": "enable_prompt_embeds",
-    "not supported: config.json is read from the model's own directory": "hf_config_path",
     "not supported: `architectures` of config.json names the model": "model_class_overrides",
     "not supported: all models are eagleray's own": "model_impl",
     "not supported: checkpoints are in Hugging Face format": "config_format",
@@ -265,7 +263,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "guided_decoding_backend": ("auto",),
     "fingerprint_mode": ("full", "hash", "none"),
     "response_role": ("assistant",),
-    "ignore_patterns": (["original/**/*"], "original/**/*"),
 }
 """Values of refused options that mean "off", besides those of `is_off`."""
 

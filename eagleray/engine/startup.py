@@ -6,13 +6,14 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
-from eagleray.config.pooling import find_pooling
 from eagleray.config.resolve import cache_bytes, expert_engines, steps_in_flight
 from eagleray.config.sections import Config
 from eagleray.engine.core import EngineCore
 from eagleray.engine.waves import Waves
 from eagleray.errors import ConfigError
 from eagleray.executor.executor import Executor
+from eagleray.hub.pooling import find_pooling
+from eagleray.hub.prepare import fetch_model
 from eagleray.log import get_logger
 from eagleray.messages.membership import EngineInfo, RoutingInfo
 from eagleray.messages.steps import (
@@ -65,6 +66,8 @@ def start_engine(
     loaded = call(LoadModel(), ModelLoaded)
     check_kernels(loaded)
     routing = _routing(config, loaded)
+    # small files, which no worker may have fetched to this node
+    fetch_model(config.model, timeout=config.execution.startup_timeout, with_weights=False)
     pooling = find_pooling(config.model)
     model = loaded[0]
     budget = config.scheduling.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device]

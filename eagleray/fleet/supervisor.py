@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from eagleray.config.api_keys import without_api_keys
+from eagleray.config.api_keys import without_api_keys, without_hub_token
 from eagleray.config.resolve import expert_engines, local_ranks, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, EagleRayError, EngineFailed
@@ -256,7 +256,9 @@ class Supervisor:
     def _spawn_api_server(self, listener_fd: int, client: MemberId, on_message: OnMessage, on_exit: OnExit) -> Spawned:
         assert isinstance(client, ClientId)
         self._prepare_spawn(client)
-        spec = ApiServerSpec(client, self._config, str(self.runtime_dir), listener_fd, host=self.host)
+        spec = ApiServerSpec(
+            client, without_hub_token(self._config), str(self.runtime_dir), listener_fd, host=self.host
+        )
         return self._api_server_launcher.spawn(spec, on_message=on_message, on_exit=on_exit)
 
     def _prepare_spawn(self, member: MemberId) -> None:

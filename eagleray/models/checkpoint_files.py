@@ -11,9 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from eagleray.config.json_files import read_json_object, shown
 from eagleray.errors import CheckpointError
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from eagleray.hub.needs import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 
 DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PACKED = "U8"
@@ -21,8 +19,6 @@ PACKED = "U8"
 PREFIX = "model."
 FIRST_LAYER = "layers.0."
 HEAD_PREFIXES = ("lm_head.", "score.")
-MAX_INDEX_BYTES = 128 * 2**20
-"""Bound for the size of an index. Published models with the most experts have one of about 20 MiB."""
 LENGTH_BYTES = 8
 """Bytes of the number before a header, which is the header's length."""
 

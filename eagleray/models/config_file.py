@@ -25,11 +25,12 @@ MAX_NUMBER = 1e30
 
 
 class ConfigFile:
-    """The fields of one config.json. A field that is null counts as absent."""
+    """The fields of one config.json. A field that is null counts as absent. `is_changed`: some are the user's."""
 
-    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+    def __init__(self, path: Path, fields: dict[str, Any], *, is_changed: bool = False) -> None:
         self.path = path
         self.fields = fields
+        self._note = " with `hf_overrides`" if is_changed else ""
 
     @classmethod
     def read(cls, directory: Path) -> ConfigFile:
@@ -40,7 +41,7 @@ class ConfigFile:
         return cls(path, read_json_object(path))
 
     def fail(self, problem: str) -> NoReturn:
-        raise CheckpointError(f"{self.path}: {problem}")
+        raise CheckpointError(f"{self.path}{self._note}: {problem}")
 
     def get(self, name: str) -> Any:
         return self.fields.get(name)

@@ -66,6 +66,7 @@ NO_OPTIONS = ExpertOptions()
 def load_model(
     directory: Path,
     *,
+    config: ConfigFile | None = None,
     dtype: str,
     load_format: str,
     device: torch.device,
@@ -83,6 +84,7 @@ def load_model(
 ) -> Model:
     """Load the model of a checkpoint directory, or this rank's part of it by `groups`, ready to compute.
 
+    `config`: fields of config.json, if they are not those of the directory.
     `dtype`, `load_format`, `deterministic` and `quantization` are those of `config.ModelConfig`, `kv_cache_dtype` is
     that of `config.CacheConfig`, `attention_backend` that of `config.ExecutionConfig`; `seed` is for dummy weights.
     `on_progress` is called with the bytes read and the total bytes of this rank's part. `total_memory`: the bytes of
@@ -92,7 +94,7 @@ def load_model(
     Raises `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit into the memory, cannot
     be `deterministic`, or cannot have such weights or such a cache on this device.
     """
-    config = ConfigFile.read(directory)
+    config = config or ConfigFile.read(directory)
     family = find_family(config)
     spec = _read_spec(config, family, pooling)
     _check_options(spec, experts, groups)

@@ -79,10 +79,11 @@ def _entry(engine: EngineId, info: EngineInfo, stats: EngineStats | None) -> Eng
 
 
 def _without_secrets(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the configuration without API keys and without the values of environment variables for Ray's workers."""
+    """Return the configuration without API keys and tokens, and without the values of variables for Ray's workers."""
     shown: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
     for name in ("api_key", "admin_api_key"):
         del shown["serving"][name]
+    del shown["model"]["hf_token"]
     runtime_env = shown["ray"]["ray_runtime_env"]
     if isinstance(variables := runtime_env.get("env_vars"), dict):
         shown["ray"]["ray_runtime_env"] = runtime_env | {"env_vars": dict.fromkeys(variables, HIDDEN)}

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from eagleray.client.client import Client
 from eagleray.client.text.generation_config import default_sampling
 from eagleray.client.text.tokenizer import Tokenizer
-from eagleray.config.resolve import checkpoint_dir, local_ranks, served_names
+from eagleray.config.resolve import local_ranks, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
+from eagleray.hub.locate import model_root
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.membership import EngineInfo
 from eagleray.metrics.exposition import Metrics
@@ -38,7 +39,7 @@ class Service:
     def __init__(self, client: Client, config: Config, ledger: Ledger) -> None:
         self.client = client
         self.model_names = served_names(config.model)
-        self.model_root = str(checkpoint_dir(config.model))
+        self.model_root = model_root(config.model)
         self.memory_return = MemoryReturn()
         self.admission = Admission(client, config.serving)
         self._options = config.serving

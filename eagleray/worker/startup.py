@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eagleray.config.pooling import find_pooling
-from eagleray.config.resolve import checkpoint_dir, engine_index, engines_on_host, expert_dispatch, logprobs_limit
+from eagleray.config.resolve import engine_index, engines_on_host, expert_dispatch, logprobs_limit
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
+from eagleray.hub.locate import checkpoint_dir
+from eagleray.hub.model_json import config_file, read_config
+from eagleray.hub.pooling import find_pooling
+from eagleray.hub.prepare import fetch_model
 from eagleray.identity import WorkerId
 from eagleray.kernels.backend import KernelUnavailable
 from eagleray.kernels.choose import AttentionBackend
@@ -29,6 +32,7 @@ from eagleray.log import get_logger
 from eagleray.messages.steps import GroupOpened, ModelLoaded
 from eagleray.messages.workers import Topology
 from eagleray.models.base import Model
+from eagleray.models.config_file import ConfigFile
 from eagleray.models.moe.layout import ExpertOptions
 from eagleray.models.registry import load_model
 from eagleray.parallel.groups import Groups, OpenedGroups, listen_address
@@ -144,6 +148,9 @@ class LoadedWorker:
         self.mesh = joined.setup.mesh
         self.device = joined.device
         self.groups = joined.groups
+        # nothing to do on the host of the program that started the engines, which has fetched it
+        timeout = self.setup.config.execution.startup_timeout
+        fetch_model(self.setup.config.model, timeout=timeout, with_weights=True)
         self.model = self._load_with_kernels()
         self.max_model_len = self._max_model_len()
         path = self.setup.config.execution.worker_extension_cls
@@ -256,6 +263,7 @@ class LoadedWorker:
 
             model = load_model(
                 checkpoint_dir(config),
+                config=ConfigFile(config_file(config), read_config(config), is_changed=bool(config.hf_overrides)),
                 dtype=config.dtype,
                 load_format=config.load_format,
                 device=self.device,
@@ -307,7 +315,7 @@ class LoadedWorker:
         if config.max_model_len is not None and config.max_model_len > longest:
             raise ConfigError(
                 f"option `max_model_len`: {config.max_model_len} is longer than the {longest} tokens that "
-                f"{checkpoint_dir(config) / 'config.json'} says the model was made for"
+                f"{config_file(config)} says the model was made for"
             )
         return config.max_model_len or longest
 

@@ -97,8 +97,10 @@ class WeightUpdater:
         init_defaults: Mapping[str, Any],
         timeout: float,
         storage: SharedStorage | None = None,
+        locate: Callable[[str], str] = str,
     ) -> None:
         self._start_staging = start_staging
+        self._locate = locate
         self._storage = storage
         self._number: int | None = 0
         """Number of the update whose weights the model has; None if they are a mixture or were dropped."""
@@ -248,12 +250,9 @@ class WeightUpdater:
             raise WrongState("no weight update is open: call start_weight_update first")
         if update.is_broken:
             raise WrongState(f"receiving weight update {update.number} was broken off: start another")
-        update_info = (
-            {"weight_dir": call.weight_dir} if call.weight_dir is not None else self._own_info(call.update_info)
-        )
+        directory = None if call.weight_dir is None else self._locate(call.weight_dir)
+        update_info = self._own_info(call.update_info) if directory is None else {"weight_dir": directory}
         backend, receiver = self._receiver_for(update_info)
-
-        directory = call.weight_dir
         if update.is_in_place:
             self._replace_weights(None)
 

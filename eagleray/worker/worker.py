@@ -8,14 +8,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection
+from functools import partial
 
 import msgspec
 import numpy as np
 
-from eagleray.config.pooling import find_pooling
 from eagleray.config.resolve import logprobs_limit
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, ConfigError, ExpertGroupBroken
+from eagleray.hub.locate import weight_dir
+from eagleray.hub.pooling import find_pooling
 from eagleray.identity import WorkerId
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
@@ -264,6 +266,7 @@ class ServingWorker:
             device=loaded.device,
             init_defaults=config.execution.weight_transfer_config,
             timeout=config.recovery.weight_update_timeout,
+            locate=partial(weight_dir, config.model),
             storage=SharedStorage(
                 model.storage,
                 _layout_facts(loaded),

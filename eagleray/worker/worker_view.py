@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from eagleray.config.json_files import read_json_object
-from eagleray.config.resolve import checkpoint_dir
+from eagleray.hub.locate import checkpoint_dir
+from eagleray.hub.model_json import read_config
 from eagleray.weights.disk import DirectoryReceiver
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def view_arguments(worker: LoadedWorker) -> dict[str, Any]:
             model=str(directory),
             dtype=worker.model.dtype,
             max_model_len=worker.max_model_len,
-            hf_config=HfConfig(read_json_object(directory / "config.json")),
+            hf_config=HfConfig(read_config(config.model)),
         ),
         ParallelView(
             rank=worker.rank,

@@ -8,7 +8,7 @@ from pathlib import Path
 from eagleray.cli.options import program_options
 from eagleray.config.build import build_config
 from eagleray.config.flags import add_config_flags
-from eagleray.config.resolve import checkpoint_dir
+from eagleray.hub.prepare import prepare_model
 from eagleray_bench.commands.flags import add_result_flags, check_result_files, options_of
 from eagleray_bench.report import summaries, write_json
 from eagleray_bench.startup import KINDS, StartupFigures, measure_startup
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_result_files(arguments)
     options = program_options(arguments, sections=SECTIONS)
     config = build_config(**options)
-    checkpoint_dir(config.model)  # a wrong path is an error now, in this process
+    prepare_model(config.model)  # a wrong path is an error now, in this process, and a download is not measured
     timeout = config.execution.startup_timeout
     figures = list(measure_startup(options, kinds=arguments.what, repeat=arguments.repeat, timeout=timeout))
     print(_describe(figures))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,14 @@ MAX_EOS_TOKENS = 1024
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Return the end-of-sequence ids of generation_config.json, or else of config.json; none if neither has any."""
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        match read_optional_json_object(path).get("eos_token_id"):
+    paths = (directory / name for name in ("generation_config.json", "config.json"))
+    return first_eos_token_ids((path, read_optional_json_object(path)) for path in paths)
+
+
+def first_eos_token_ids(sources: Iterable[tuple[Path, Mapping[str, Any]]]) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of the first source that has some; each is a file with its fields."""
+    for path, fields in sources:
+        match fields.get("eos_token_id"):
             case None:
                 pass
             case list(token_ids) if len(token_ids) <= MAX_EOS_TOKENS and all(map(_is_token_id, token_ids)):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from eagleray.config.lora_modules import lora_modules
-from eagleray.config.resolve import checkpoint_dir, expert_engines, local_ranks, served_names
+from eagleray.config.resolve import expert_engines, local_ranks, served_names
 from eagleray.config.sections import Config
 from eagleray.fleet.control.instance import (
     Effect,
@@ -23,6 +23,7 @@ from eagleray.fleet.control.instance import (
 )
 from eagleray.fleet.control.machine import Control
 from eagleray.fleet.membership import MembershipPublisher
+from eagleray.hub.locate import model_root
 from eagleray.identity import EngineId, MemberId
 from eagleray.log import get_logger
 from eagleray.messages.control import CommandDone, ControlCall
@@ -62,7 +63,7 @@ class ControlPlane:
                 updates_in_place=config.execution.weight_update == "in-place",
             ),
             weight_update_timeout=config.recovery.weight_update_timeout,
-            checkpoint=None if config.model.load_format == "dummy" else str(checkpoint_dir(config.model)),
+            checkpoint=None if config.model.load_format == "dummy" else model_root(config.model),
         )
         if self._control.state.adapters:
             publisher.publish_state(self._control.state)

@@ -4,9 +4,10 @@ import msgspec
 import pytest
 
 from eagleray.config.build import build_config, field_owners
-from eagleray.config.resolve import DEMO_MODEL_DIR, cache_bytes, checkpoint_dir, served_names
+from eagleray.config.resolve import DEMO_MODEL_DIR, cache_bytes, served_names
 from eagleray.config.sections import Config, ModelConfig
 from eagleray.errors import CheckpointError, ConfigError
+from eagleray.hub.locate import checkpoint_dir
 
 
 def test_build_config_options_are_set_in_their_sections():

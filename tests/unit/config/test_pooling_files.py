@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from eagleray.config.pooling import find_pooling
 from eagleray.config.pooling_spec import PoolingSpec
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import CheckpointError, ConfigError
+from eagleray.hub.pooling import find_pooling
 
 EMBEDS = PoolingSpec(kind="embed", method="last", activation="normalize")
 

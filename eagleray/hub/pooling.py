@@ -14,9 +14,10 @@ import msgspec
 
 from eagleray.config.json_files import read_bounded, read_json_object, shown
 from eagleray.config.pooling_spec import BARE, CLASSIFYING, GENERATING, Activation, PoolingMethod, PoolingSpec
-from eagleray.config.resolve import checkpoint_dir
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import CheckpointError, ConfigError
+from eagleray.hub.locate import checkpoint_dir
+from eagleray.hub.model_json import read_config
 
 MAX_LABELS = 2**16
 
@@ -46,7 +47,7 @@ def find_pooling(model: ModelConfig) -> PoolingSpec | None:
     checkpoint cannot follow.
     """
     directory = checkpoint_dir(model)
-    fields = read_json_object(directory / "config.json")
+    fields = read_config(model)
     architecture = _architecture(fields)
     modules = _read_modules(directory)
     if not _is_pooling(model, architecture, has_modules=modules is not None):

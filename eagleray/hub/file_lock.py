@@ -1,0 +1,58 @@
+"""A lock that processes of one host share through a file, so that a model is downloaded once."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from eagleray.errors import CheckpointError, DeadlineExceeded
+from eagleray.log import get_logger
+
+logger = get_logger(__name__)
+
+POLL_INTERVAL_SECONDS = 0.1
+
+
+@contextmanager
+def file_lock(path: Path, *, timeout: float, purpose: str) -> Iterator[None]:
+    """Hold the lock of a file within the block. The system releases it if the process exits.
+
+    Raises `DeadlineExceeded` if another process holds it for longer than `timeout` seconds, and `CheckpointError` if
+    the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+    except OSError as error:
+        raise CheckpointError(
+            f"{purpose}: cannot write to {str(path.parent)!r}: {error.strerror}: choose another cache with "
+            "`--download-dir` or HF_HOME"
+        ) from None
+    try:
+        _wait_for(descriptor, path, timeout, purpose)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _wait_for(descriptor: int, path: Path, timeout: float, purpose: str) -> None:
+    deadline = time.monotonic() + timeout
+    is_logged = False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pass
+        if time.monotonic() >= deadline:
+            raise DeadlineExceeded(
+                f"{purpose}: another process has held {path} for {timeout:.0f} s; it downloads the same model"
+            )
+        if not is_logged:
+            logger.info("%s: waiting for another process that downloads it (lock %s)", purpose, path)
+            is_logged = True
+        time.sleep(POLL_INTERVAL_SECONDS)

@@ -1,0 +1,149 @@
+"""Finding or fetching the files of a configuration's model: once for a deployment, and then on each of its nodes.
+
+Names are searched in this order: a directory, the cache, the hub.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from eagleray.config.json_files import shown
+from eagleray.config.sections import ModelConfig
+from eagleray.errors import CheckpointError
+from eagleray.hub.cache import COMMIT, DEFAULT_REVISION, REVISION, CachedRepo, is_hub_id, is_offline
+from eagleray.hub.download import download
+from eagleray.hub.hub_errors import incomplete_offline, not_cached_offline
+from eagleray.hub.locate import checkpoint_dir, tokenizer_dir
+from eagleray.hub.needs import NeededFiles, missing_file
+from eagleray.hub.options import HubOptions
+from eagleray.hub.url_models import fetch_url, is_url
+from eagleray.log import get_logger
+
+logger = get_logger(__name__)
+
+
+def prepare_model(model: ModelConfig) -> ModelConfig:
+    """Return the configuration pinned to directories, commits and copies that are on this host and complete.
+
+    Called once, by the program that starts the engines. Idempotent. Raises `CheckpointError` and `DeadlineExceeded`.
+    """
+    options = HubOptions.of(model)
+    model = _with_own_tokenizer(model)
+    revision = tokenizer_revision = None
+    config_path = model.hf_config_path
+    if model.model is not None:
+        revision = pin(model.model, model.revision, _checkpoint_needs(model), options)
+    if model.tokenizer is not None and not model.skip_tokenizer_init:
+        needs = NeededFiles(tokenizer=True)
+        tokenizer_revision = pin(model.tokenizer, model.tokenizer_revision, needs, options, kind="tokenizer")
+    if config_path is not None:
+        config_path = _pin_config(config_path, options)
+    model = msgspec.structs.replace(
+        model, revision=revision, tokenizer_revision=tokenizer_revision, hf_config_path=config_path
+    )
+    checkpoint_dir(model)
+    if not model.skip_tokenizer_init:
+        tokenizer_dir(model)
+    return model
+
+
+def fetch_model(model: ModelConfig, *, timeout: float, with_weights: bool) -> None:
+    """Fetch the files of a pinned configuration that this node lacks, without those of the tokenizer; the processes of
+    a node do it once.
+
+    Directories are not checked. `timeout`: seconds to wait for another process that fetches them.
+    """
+    options = HubOptions.of(model, lock_timeout=timeout)
+    if model.model is not None and model.revision is not None:
+        needs = _checkpoint_needs(model)
+        needs = NeededFiles(config=needs.config, weights=needs.weights and with_weights)
+        pin(model.model, model.revision, needs, options)
+    if model.hf_config_path is not None:
+        _pin_config(model.hf_config_path, options)
+
+
+def pin(name: str, revision: str | None, needs: NeededFiles, options: HubOptions, *, kind: str = "model") -> str | None:
+    """Find a model or fetch it. Returns None for a directory, or else the commit, or the key of the copy of a URL."""
+    path = Path(name).expanduser()
+    if _is_directory(path):
+        return None
+    if is_url(name):
+        is_key = revision is not None and COMMIT.fullmatch(revision) is not None
+        return fetch_url(name, needs, options, key=revision if is_key else None)
+    _check_name(name, path, kind)
+    return _pin_hub_model(CachedRepo(options.cache, name), _checked(revision or DEFAULT_REVISION), needs, options)
+
+
+def _pin_hub_model(repo: CachedRepo, revision: str, needs: NeededFiles, options: HubOptions) -> str:
+    commit = repo.find_commit(revision)
+    if commit is not None:
+        missing = missing_file(repo.snapshot(commit), needs)
+        if missing is None:
+            logger.debug("%s: commit %s of the cache %s", repo.repo_id, commit, repo.cache)
+            return commit
+        if is_offline():
+            raise incomplete_offline(repo, revision, str(repo.snapshot(commit) / missing))
+        logger.info("%s: the cache lacks %s: going on with its download", repo.repo_id, missing)
+    elif is_offline():
+        raise not_cached_offline(repo, revision)
+    # The commit that a broken download began with, so that its files are of use.
+    return download(repo, commit or revision, needs, options)
+
+
+def _pin_config(config_path: str, options: HubOptions) -> str:
+    """Return `hf_config_path` pinned: a directory as it is, or an id with its commit behind `@`."""
+    if _is_directory(Path(config_path).expanduser()):
+        return config_path
+    name, _, revision = config_path.partition("@")
+    commit = pin(name, revision or None, NeededFiles(config=True), options, kind="configuration")
+    return config_path if commit is None else f"{name}@{commit}"
+
+
+def _with_own_tokenizer(model: ModelConfig) -> ModelConfig:
+    """Name the model as its tokenizer's repository if the tokenizer has a revision of its own."""
+    if model.tokenizer is not None or model.model is None or model.tokenizer_revision in (None, model.revision):
+        return model
+    return msgspec.structs.replace(model, tokenizer=model.model)
+
+
+def _checkpoint_needs(model: ModelConfig) -> NeededFiles:
+    return NeededFiles(
+        config=model.hf_config_path is None,
+        weights=model.load_format != "dummy",
+        tokenizer=model.tokenizer is None and not model.skip_tokenizer_init,
+    )
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _check_name(name: str, path: Path, kind: str) -> None:
+    """Raise `CheckpointError` unless a name that is no directory may be the id of a model."""
+    if name.lower().endswith(".gguf"):
+        raise CheckpointError(f"{kind} {name!r}: GGUF files are not read; give a model of safetensors files")
+    if _is_file(path):
+        raise CheckpointError(f"{kind} {name!r} is a file; give the directory that it is in")
+    if not is_hub_id(name):
+        raise CheckpointError(
+            f"{kind} {shown(name)}: there is no such directory, and it is no model id such as Qwen/Qwen3-0.6B. Give "
+            "the path of a directory with config.json and *.safetensors files, an id, or a URL such as s3://bucket/model"
+        )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _checked(revision: str) -> str:
+    if COMMIT.fullmatch(revision) is None and REVISION.fullmatch(revision) is None:
+        raise CheckpointError(f"option `revision`: {shown(revision)} is not a branch, a tag or a commit")
+    return revision
