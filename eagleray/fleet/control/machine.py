@@ -8,6 +8,8 @@ replies that they await, and ends them at their deadlines. An operation goes on 
 
 from __future__ import annotations
 
+import msgspec
+
 from eagleray.errors import DeadlineExceeded, EagleRayError, TransferBroken, WrongState
 from eagleray.fleet import timeouts
 from eagleray.fleet.control import operations
@@ -287,7 +289,9 @@ class Control:
                 isinstance(request, UpdateWeights) and request.weight_dir is None
             )
             if dropped is not None and self.state.open_update is None and is_late:
-                raise dropped
+                failure = _failure_of(dropped)
+                message = f"the weight update was dropped: {failure.message}; start another one and push all tensors again"
+                raise MemberFailed(msgspec.structs.replace(failure, message=message))
             check_state(
                 request,
                 instance,

@@ -356,8 +356,14 @@ def test_control_refused_weights_nothing_changes_and_finish_says_so_too():
     fleet.execute_next(0)
     fleet.execute_next(1, Failure(kind="WeightsMismatch", message="tensor 'a' is [2], not [3]", is_user_error=True))
     fleet.settle()
-    for failure in (fleet.outcome(call), fleet.run(FinishWeightUpdate())):
-        assert (failure.kind, failure.message) == ("WeightsMismatch", "tensor 'a' is [2], not [3]")
+    cause = "tensor 'a' is [2], not [3]"
+    later = f"the weight update was dropped: {cause}; start another one and push all tensors again"
+    for failure, message in (
+        (fleet.outcome(call), cause),
+        (fleet.run(PUSH), later),
+        (fleet.run(FinishWeightUpdate()), later),
+    ):
+        assert (failure.kind, failure.message) == ("WeightsMismatch", message)
     assert fleet.control.state == InstanceState(update=1, weight_version="1")
     assert [engine.staged for engine in fleet.engines.values()] == [None, None]
 
