@@ -290,7 +290,8 @@ class Control:
             )
             if dropped is not None and self.state.open_update is None and is_late:
                 failure = _failure_of(dropped)
-                message = f"the weight update was dropped: {failure.message}; start another one and push all tensors again"
+                then = "start another one and push all tensors again"
+                message = f"the weight update was dropped: {failure.message}; {then}"
                 raise MemberFailed(msgspec.structs.replace(failure, message=message))
             check_state(
                 request,
