@@ -259,6 +259,35 @@ class Client:
         )
         return self._in_flight.start(request)
 
+    def pool(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        session: str | None = None,
+        rank: int | None = None,
+        adapter: Adapter | None = None,
+    ) -> RequestStream:
+        """Send a request to a pooling model, see `RequestStream.pooled`. Parameters and errors are those of
+        `generate`."""
+        request = self._builder.build(
+            prompt,
+            None,
+            self._check_open(),
+            ids_in_use=self._in_flight,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout=timeout,
+            session=session,
+            rank=rank,
+            adapter=adapter,
+        )
+        return self._in_flight.start(request)
+
     def find_adapter(self, name: str) -> Adapter | None:
         """Return the low-rank adapter of this name, if the instance has one."""
         return next((adapter for adapter in self.state.adapters if adapter.name == name), None)

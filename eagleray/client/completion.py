@@ -18,6 +18,7 @@ from eagleray.client.routed_experts import RoutedExpertsBuffer
 from eagleray.client.text.detokenizer import Detokenizer
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.identity import FIRST_WEIGHT_VERSION
+from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
@@ -35,7 +36,7 @@ class Completion:
         "_detokenizer", "_has_stop_strings", "_include_stop", "_is_flat", "_logprobs", "_num_decoded",
         "_num_read_texts", "_num_read_tokens", "_num_requested_ids", "_num_sends", "_num_visible", "_repetition",
         "_routed_experts", "_stream_interval", "_text_ends", "_texts", "_tokenizer", "_weight_versions",
-        "engine_request_id", "finish_reason", "index", "is_read", "message", "stop_reason", "token_ids",
+        "engine_request_id", "finish_reason", "index", "is_read", "message", "pooled", "stop_reason", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +57,8 @@ class Completion:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.pooled: Array | None = None
+        """Vector of the prompt, at the end of a request to a pooling model."""
         self._num_sends = 0
         self._weight_versions = WeightVersions()
         self._routed_experts: RoutedExpertsBuffer | None = None
@@ -135,6 +138,7 @@ class Completion:
         if chunk.weight_version is not None:
             self._weight_versions.begin(chunk.weight_version, len(self.token_ids))
         self.token_ids += chunk.token_ids
+        self.pooled = chunk.pooled
         if chunk.logprobs and self._logprobs is not None:
             self._logprobs.extend(chunk.logprobs)
         if self._routed_experts is not None:

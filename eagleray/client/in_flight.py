@@ -240,14 +240,15 @@ class InFlightRequests:
 
     def _on_early_chunk(self, request: ClientRequest, chunk: Chunk) -> None:
         """Note the progress of a request whose engine had not sent a token of it before this chunk."""
-        request.record_started(has_token=bool(chunk.token_ids))
+        has_output = bool(chunk.token_ids) or chunk.pooled is not None
+        request.record_started(has_token=has_output)
         if request.prefix_match is not None and not chunk.is_started:
             # With prompt log-probabilities or `skip_reading_prefix_cache` an engine computes tokens that its cache
             # has, so `num_cached_tokens` says nothing about the cache.
             message = request.message
             is_exact = message.sampling.prompt_logprobs is None and not message.skip_reading_prefix_cache
             self._record_started(request, chunk.num_cached_tokens if is_exact else None)
-        if chunk.token_ids and request.interrupted_at is not None:
+        if has_output and request.interrupted_at is not None:
             if self.observer is not None:
                 self.observer.on_next_token(self._clock() - request.interrupted_at)
             request.interrupted_at = None

@@ -18,6 +18,7 @@ import msgspec
 
 from eagleray.client.request import ClientRequest
 from eagleray.client.text.tokenizer import Tokenizer
+from eagleray.config.pooling_spec import POOLS_ONLY, too_long_to_pool
 from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.identity import ClientId
 from eagleray.messages.adapters import Adapter
@@ -38,6 +39,19 @@ class Prompt(NamedTuple):
 
     text: str | None = None
     token_ids: list[int] | None = None
+
+
+class _CommonFields(NamedTuple):
+    """Fields of all messages of a request."""
+
+    request_id: str
+    priority: int
+    cache_salt: str
+    adapter: Adapter | None
+
+
+POOLED = SamplingParams(max_tokens=1, detokenize=False)
+"""Parameters of requests to pooling models, which have neither tokens nor text."""
 
 
 class RequestBuilder:
@@ -75,7 +89,7 @@ class RequestBuilder:
     def build(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | None,
         engine: EngineInfo,
         *,
         ids_in_use: Container[str],
@@ -87,11 +101,14 @@ class RequestBuilder:
         rank: int | None,
         adapter: Adapter | None = None,
     ) -> ClientRequest:
-        """Build a request for engines that serve `engine`; see `Client.generate`. Raises `InvalidRequest`."""
-        params.check()  # fields may have been assigned since the construction
-        params = resolve_all_logprobs(params, engine.vocab_size)
-        if (params.stream_interval or 1) < self._stream_interval:
-            params = msgspec.structs.replace(params, stream_interval=self._stream_interval)
+        """Build a request for engines that serve `engine`; see `Client.generate`. `params` None: for the vector of a
+        pooling model. Raises `InvalidRequest`."""
+        if params is not None:
+            check_generates(engine)
+            params.check()  # fields may have been assigned since the construction
+            params = resolve_all_logprobs(params, engine.vocab_size)
+            if (params.stream_interval or 1) < self._stream_interval:
+                params = msgspec.structs.replace(params, stream_interval=self._stream_interval)
         serial = next(self._serials)
         name = f"{self._client.label}-{serial}" if request_id is None else request_id
         check_text(name, "request_id")
@@ -105,23 +122,19 @@ class RequestBuilder:
         if seconds is not None:
             check_seconds(seconds)
         token_ids = self.tokenize(prompt, engine)
-        if params.trace_decode_token_ids:
-            params = _forced(params, engine, room=engine.max_model_len - len(token_ids))
-        messages = self.make_messages(
-            token_ids,
-            params,
-            engine,
-            # The serial makes the id unique, so late chunks of an aborted request match no other request.
-            request_id=f"{name}#{serial}",
-            seed=self._draw_seed() if params.seed is None else params.seed,
-            priority=priority,
-            cache_salt=cache_salt,
-            adapter=adapter,
-        )
+        # The serial makes the id unique, so late chunks of an aborted request match no other request.
+        common = _CommonFields(f"{name}#{serial}", priority, cache_salt, adapter)
+        if params is None:
+            messages = [self._make_pooled_message(token_ids, common)]
+        else:
+            if params.trace_decode_token_ids:
+                params = _forced(params, engine, room=engine.max_model_len - len(token_ids))
+            seed = self._draw_seed() if params.seed is None else params.seed
+            messages = self.make_messages(token_ids, params, engine, seed=seed, **common._asdict())
         return ClientRequest(
             name,
             messages,
-            params,
+            params or POOLED,
             prompt=prompt.text,
             tokenizer=self.tokenizer,
             routing=engine.routing,
@@ -135,7 +148,7 @@ class RequestBuilder:
         """Return the prompt's token ids. Raises `InvalidRequest` for a prompt that the model cannot continue."""
         if prompt.token_ids is not None:
             if isinstance(prompt.token_ids, Sized):  # before millions of ids are checked
-                _check_length(len(prompt.token_ids), engine.max_model_len)
+                _check_length(len(prompt.token_ids), engine)
             token_ids = _check_ids(prompt.token_ids, engine.vocab_size, "prompt")
         elif prompt.text is not None:
             token_ids = self._need_tokenizer("a text prompt", "prompt").encode(prompt.text, add_special_tokens=True)
@@ -143,10 +156,9 @@ class RequestBuilder:
         else:
             raise InvalidRequest("a prompt needs a text or token ids", param="prompt")
         if not token_ids:
-            raise InvalidRequest(
-                "the prompt is empty, but it needs at least one token to continue from", param="prompt"
-            )
-        _check_length(len(token_ids), engine.max_model_len)
+            purpose = "" if engine.pooling is not None else " to continue from"
+            raise InvalidRequest(f"the prompt is empty, but it needs at least one token{purpose}", param="prompt")
+        _check_length(len(token_ids), engine)
         return token_ids
 
     def make_messages(
@@ -167,9 +179,7 @@ class RequestBuilder:
         """
         self._check(params, engine.vocab_size)
         routed_experts_from = _routed_experts_from(params, engine, len(token_ids))
-        check_text(cache_salt, "cache_salt")
-        if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-            raise InvalidRequest(f"`priority` must be a 64-bit integer, but it is {priority!r}", param="priority")
+        check_common(priority, cache_salt)
         sampling = self._sampling(params, engine, seed)
         stopping = self._stopping(params, engine, room=engine.max_model_len - len(token_ids))
         return [
@@ -188,6 +198,21 @@ class RequestBuilder:
             )
             for index in range(params.n)
         ]
+
+    def _make_pooled_message(self, token_ids: list[int], common: _CommonFields) -> Generate:
+        check_common(common.priority, common.cache_salt)
+        return Generate(
+            request_id=common.request_id,
+            client=self._client,
+            prompt_token_ids=token_ids,
+            sampling=Sampling(seed=0),
+            stopping=Stopping(max_tokens=1),
+            priority=int(common.priority),
+            cache_salt=str(common.cache_salt),
+            adapter="" if common.adapter is None else common.adapter.name,
+            adapter_number=0 if common.adapter is None else common.adapter.number,
+            pools=True,
+        )
 
     def _check(self, params: SamplingParams, vocab_size: int) -> None:
         most = vocab_size if self._max_logprobs == -1 else self._max_logprobs
@@ -281,6 +306,19 @@ def check_text(value: Any, param: str) -> None:
         raise InvalidRequest(f"`{param}` is not valid Unicode: it has half of a surrogate pair", param=param) from None
 
 
+def check_common(priority: Any, cache_salt: Any) -> None:
+    """Raise `InvalidRequest` unless these fields of a request can be sent."""
+    check_text(cache_salt, "cache_salt")
+    if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+        raise InvalidRequest(f"`priority` must be a 64-bit integer, but it is {priority!r}", param="priority")
+
+
+def check_generates(engine: EngineInfo) -> None:
+    """Raise `InvalidRequest` for a pooling model."""
+    if engine.pooling is not None:
+        raise InvalidRequest(POOLS_ONLY, param="model")
+
+
 def check_seconds(timeout: Any) -> None:
     """Raise `InvalidRequest` unless `timeout` is a number of seconds from above 0 to a year."""
     if not (isinstance(timeout, int | float) and 0 < timeout <= MAX_TIMEOUT_SECONDS):
@@ -351,8 +389,12 @@ def _routed_experts_from(params: SamplingParams, engine: EngineInfo, num_prompt_
     return start
 
 
-def _check_length(num_tokens: int, max_model_len: int) -> None:
-    if num_tokens >= max_model_len:
+def _check_length(num_tokens: int, engine: EngineInfo) -> None:
+    max_model_len = engine.max_model_len
+    if engine.pooling is not None:
+        if num_tokens > max_model_len:
+            raise PromptTooLong(too_long_to_pool(num_tokens, max_model_len), param="prompt")
+    elif num_tokens >= max_model_len:
         raise PromptTooLong(
             f"the prompt has {num_tokens} tokens, but the model's length is {max_model_len} tokens, prompt and output "
             f"together: shorten the prompt to at most {max_model_len - 1} tokens",

@@ -23,6 +23,7 @@ from eagleray.client.completion import Completion
 from eagleray.client.flat_logprobs import FlatLogprobs
 from eagleray.client.logprobs import PromptPositions
 from eagleray.client.outputs import CompletionDelta, RequestDelta, RequestOutput, RequestStateStats
+from eagleray.client.pooling import PooledPrompt
 from eagleray.client.routing.recent_blocks import PrefixMatch
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import EagleRayError, EngineFailed, InvalidRequest, RequestFailed
@@ -157,9 +158,11 @@ class ClientRequest:
     @property
     def progress(self) -> str:
         """Progress of the request, for an error message."""
+        waits = "" if self.engine else ", and it was waiting for an engine to come back"
+        if self.message.pools:
+            return f"the vector of its prompt had not come{waits}"
         num_tokens = sum(len(completion.token_ids) for completion in self.completions)
         limit = self.message.stopping.max_tokens * len(self.completions)
-        waits = "" if self.engine else ", and it was waiting for an engine to come back"
         return f"it had {num_tokens} of at most {limit} tokens{waits}"
 
     @property
@@ -217,6 +220,11 @@ class ClientRequest:
     def prompt_logprobs_from(self) -> int:
         """First position of the prompt whose log-probabilities are missing; 1 if they were not requested."""
         return 1 if self._prompt_logprobs is None else len(self._prompt_logprobs)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of prompt tokens that the prefix cache had."""
+        return self._num_cached_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -420,6 +428,15 @@ class RequestStream:
                 num_tokens = 0
                 await asyncio.sleep(0)
         return self._request.output(with_logprobs=with_logprobs)
+
+    async def pooled(self) -> PooledPrompt:
+        """Return the vector of a request to a pooling model when it has finished. Raises as the iteration, and
+        `RequestFailed` if the request was aborted."""
+        await self.wait_until_finished()
+        vector = self._request.completions[0].pooled
+        if vector is None:
+            raise RequestFailed("the request was aborted before its vector was computed")
+        return PooledPrompt(vector, self.prompt_token_ids, self._request.num_cached_tokens)
 
     def abort(self) -> None:
         """End the request now, with finish reason `abort`; its output stays readable. Harmless after the end."""

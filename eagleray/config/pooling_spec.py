@@ -14,6 +14,15 @@ CLASSIFYING = "ForSequenceClassification"
 BARE = "Model"
 """Ends of architectures: with the head that predicts tokens, with a head of labels, without a head."""
 
+POOLS_ONLY = (
+    "the model is served for pooling and does not generate: ask for embeddings or scores, or start it with `--runner "
+    "generate`, if it has a head that predicts tokens"
+)
+GENERATES_ONLY = (
+    "the model is served to generate and does not return embeddings or scores: start it with `--runner pooling`"
+)
+"""Reasons why a request is for another kind of model."""
+
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a pooling model returns for a prompt."""
@@ -34,3 +43,11 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     def needs_all_tokens(self) -> bool:
         """Whether hidden states are needed that a prefix cache cannot replace."""
         return self.method != "last"
+
+
+def too_long_to_pool(num_tokens: int, max_model_len: int) -> str:
+    """Return the error message for a prompt of a pooling model."""
+    return (
+        f"the prompt has {num_tokens} tokens, but the model's length is {max_model_len} tokens: shorten it to at most "
+        "that"
+    )

@@ -10,21 +10,13 @@ import math
 from collections.abc import Collection
 from itertools import chain
 
+from eagleray.config.pooling_spec import GENERATES_ONLY, POOLS_ONLY, too_long_to_pool
 from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling
 
 NUM_TOKEN_IDS = 2**31
 """Number of token ids that fit the 32 bits in which workers keep them."""
-
-
-POOLS_ONLY = (
-    "the model is served for pooling and does not generate: ask for embeddings or scores, or start it with `--runner "
-    "generate`, if it has a head that predicts tokens"
-)
-GENERATES_ONLY = (
-    "the model is served to generate and does not return embeddings or scores: start it with `--runner pooling`"
-)
 
 
 def check_admission(
@@ -60,14 +52,6 @@ def _check_pooled(message: Generate, max_model_len: int) -> None:
         raise InvalidRequest(
             "a pooling model reports no routed experts: leave out `routed_experts_from`", param="routed_experts_from"
         )
-
-
-def too_long_to_pool(num_tokens: int, max_model_len: int) -> str:
-    """Return the error message for a prompt of a pooling model."""
-    return (
-        f"the prompt has {num_tokens} tokens, but the model's length is {max_model_len} tokens: shorten it to at most "
-        "that"
-    )
 
 
 def _check_prompt(message: Generate, max_model_len: int) -> None:

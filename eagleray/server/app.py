@@ -29,6 +29,7 @@ from eagleray.server.openai.chat import ParsedChat
 from eagleray.server.openai.completions import ParsedCompletion
 from eagleray.server.openai.models import ModelRoutes
 from eagleray.server.openapi import describe
+from eagleray.server.pooling.routes import PoolingRoutes
 from eagleray.server.server_info import ServerInfoRoute
 from eagleray.server.service import Service
 from eagleray.server.sglang.control import sglang_control_endpoints
@@ -56,6 +57,7 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
         *GenerationRoute(service, ParsedChat).endpoints(),
         *GenerationRoute(service, ParsedGenerate).endpoints(),
         *GenerationRoute(service, ParsedSkyrlGenerate).endpoints(),
+        *PoolingRoutes(service, has_pair_template=config.model.chat_template is not None).endpoints(),
         *TokenRoutes(service).endpoints(),
         *ControlRoutes(
             service,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import re
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
@@ -16,7 +15,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -41,17 +39,8 @@ from eagleray.server.http_responses import (
 from eagleray.server.logprobs import LogprobsCollector, PromptLogprobList, encoded_prompt_logprobs
 from eagleray.server.refusals import InvalidFields, Reasons
 from eagleray.server.routed_experts import RoutedExpertsFormat
+from eagleray.server.routing_headers import ROUTING_HEADERS, requested_rank, session_name
 from eagleray.server.service import Service
-
-RANK = "X-data-parallel-rank"
-SESSION = "X-Session-ID"
-ROUTING_HEADERS = {
-    RANK: "Rank of the engine that the request must go to.",
-    SESSION: "Name of a session, up to 256 visible ASCII characters. Its requests go to the same engine.",
-}
-NUMBER = re.compile(r"[0-9]{1,9}")
-MAX_SESSION_CHARS = 256
-SESSION_NAME = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class GenerationFields(Protocol):
@@ -184,8 +173,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             cache_salt=body.cache_salt or "",
             adapter=self.adapter,
             timeout=body.timeout,
-            rank=_requested_rank(request.headers, self.service.ranks),
-            session=_session_name(getattr(body, "session_id", None), request.headers),
+            rank=requested_rank(request.headers, self.service.ranks),
+            session=session_name(getattr(body, "session_id", None), request.headers),
             only_prompt=self.only_prompt,
             field_names=self.field_names,
         )
@@ -317,31 +306,3 @@ def make_sampling(values: Mapping[str, Any]) -> SamplingParams:
         del rest[wrong]
     reasons.check()
     return params
-
-
-def _requested_rank(headers: Headers, ranks: range) -> int | None:
-    """Return the rank, one of `ranks`, that the request must go to; None: any.
-
-    Raises `InvalidRequest` for another rank, because a user who names an engine must not get a different one.
-    """
-    given = headers.get(RANK)
-    if given is None:
-        return None
-    if not NUMBER.fullmatch(given) or int(given) not in ranks:
-        several = f"engines of the ranks {ranks[0]} to {ranks[-1]}"
-        here = several if len(ranks) > 1 else f"one engine, of rank {ranks[0]}"
-        raise InvalidRequest(f"header {RANK}: there is no rank {given[:20]!r} here; this server has {here}", param=RANK)
-    return int(given)
-
-
-def _session_name(field: str | None, headers: Headers) -> str | None:
-    """Return the name of the request's session, if it has one: its `field`, or else its header.
-
-    Raises `InvalidRequest`.
-    """
-    given = headers.get(SESSION)
-    if given is not None and not SESSION_NAME.fullmatch(given):
-        raise InvalidRequest(f"header {SESSION} must be 1 to 256 visible ASCII characters", param=SESSION)
-    if field and len(field) > MAX_SESSION_CHARS:
-        raise InvalidRequest(f"`session_id` may have at most {MAX_SESSION_CHARS} characters", param="session_id")
-    return field or given

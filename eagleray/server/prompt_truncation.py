@@ -1,6 +1,6 @@
 """Prompts of a limited number of tokens: the fields `truncate_prompt_tokens` and `truncation_side`.
 
-Holds no state; used by the routes of chat and completions.
+Holds no state; used by the routes that take texts.
 """
 
 from __future__ import annotations
@@ -67,4 +67,6 @@ def _num_kept(service: Service, fields: TruncationFields) -> int | None:
             f"but it is {limit}",
             param="truncate_prompt_tokens",
         )
-    return max_model_len - 1 if limit == -1 else limit
+    if limit == -1:
+        return max_model_len if service.engine_info.pooling is not None else max_model_len - 1
+    return limit

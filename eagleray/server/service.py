@@ -112,15 +112,16 @@ class Service:
     @property
     def max_model_len(self) -> int:
         """The model's length in tokens. Raises `Unavailable` before the first engine has joined."""
-        return self._engine_info.max_model_len
+        return self.engine_info.max_model_len
 
     @property
     def vocab_size(self) -> int:
         """Number of the model's tokens. Raises as `max_model_len`."""
-        return self._engine_info.vocab_size
+        return self.engine_info.vocab_size
 
     @property
-    def _engine_info(self) -> EngineInfo:
+    def engine_info(self) -> EngineInfo:
+        """The served model. Raises `Unavailable` before the first engine has joined."""
         if self.client.engine_info is None:
             self.check_engine()
             raise Unavailable("no engine is ready, try again in a moment")

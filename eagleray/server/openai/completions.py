@@ -15,6 +15,7 @@ from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import CompletionLogprobs, LogprobsCollector, Position, completion_logprobs, slices
 from eagleray.server.openai.requests import CompletionRequest
 from eagleray.server.openai.responses import CompletionChoice, CompletionResponse
+from eagleray.server.prompt_parts import split_prompts
 from eagleray.server.prompt_truncation import encode_prompt, limit_token_ids
 from eagleray.server.routed_experts import routed_experts
 
@@ -157,19 +158,7 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
 
 def _parts(body: CompletionRequest) -> list[str | list[int]]:
     """Return the prompts of a request, each a text or token ids. Raises `InvalidRequest`."""
-    parts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if not parts:
-        raise InvalidRequest("`prompt` is empty; give a text, or token ids", param="prompt")
-    kinds = set(map(type, parts))  # quick even for a million of them
-    if int not in kinds:
-        prompts: list[str | list[int]] = parts  # type: ignore[assignment]
-    elif kinds == {int}:
-        prompts = [parts]  # type: ignore[list-item]
-    else:
-        raise InvalidRequest(
-            "`prompt` mixes token ids with whole prompts; put the ids of each prompt into a list of their own",
-            param="prompt",
-        )
+    prompts = split_prompts(body.prompt, "prompt")
     if body.add_special_tokens and any(isinstance(prompt, list) for prompt in prompts):
         raise InvalidRequest(
             "`add_special_tokens` is for texts: token ids are taken as they are", param="add_special_tokens"

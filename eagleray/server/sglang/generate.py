@@ -26,9 +26,10 @@ from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.generation import Generation, GenerationGroup, GenerationTask
-from eagleray.server.generation_route import ROUTING_HEADERS, ParsedRequest
+from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.http_responses import Emit, EventStream, json_response, unless_disconnected
 from eagleray.server.logprobs import slices
+from eagleray.server.routing_headers import ROUTING_HEADERS
 from eagleray.server.service import Service
 from eagleray.server.sglang.completions import MetaInfo, SGLangCompletion, finish_reason
 from eagleray.server.sglang.logprobs import EntryFormat, GrowingList, SGLangLogprobs

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from eagleray.client.client import Client
 from eagleray.config.build import build_config
+from eagleray.config.pooling_spec import PoolingSpec
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed
 from eagleray.identity import ClientId, EngineId
@@ -223,7 +224,14 @@ class Api:
 
         self.run(deliver())
 
-    def join(self, engine: EngineId = ENGINE, *, max_model_len: int = 64, routing: RoutingInfo | None = None) -> None:
+    def join(
+        self,
+        engine: EngineId = ENGINE,
+        *,
+        max_model_len: int = 64,
+        routing: RoutingInfo | None = None,
+        pooling: PoolingSpec | None = None,
+    ) -> None:
         if engine in self.client.engines:
             self.leave("it comes back as another", engine)
         info = EngineInfo(
@@ -234,6 +242,8 @@ class Api:
             num_kv_blocks=32,
             has_experts=routing is not None,
             routing=routing,
+            pooling=pooling,
+            hidden_size=4,
         )
         self.deliver(Joined(engine, "somewhere", info))
 

@@ -142,6 +142,7 @@ def test_openapi_lists_every_route(api):
         "/v1/chat/completions",
         "/inference/v1/generate",
         "/skyrl/v1/generate",
+        *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
         "/tokenize",
         "/detokenize",
         "/health",

@@ -1,0 +1,1 @@
+"""The routes of pooling models: embeddings, classes, scores and ranks."""

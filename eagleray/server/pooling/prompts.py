@@ -1,0 +1,147 @@
+"""The prompts of requests to pooling models: of texts, token ids and conversations, and of pairs of texts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from eagleray.client.pooling import pair_messages
+from eagleray.client.preprocess import Prompt
+from eagleray.client.text.tokenizer import TruncationSide
+from eagleray.errors import InvalidRequest
+from eagleray.server.chat_messages import TemplateFields, check_template_fields, render_chat
+from eagleray.server.prompt_parts import Prompts, split_prompts
+from eagleray.server.prompt_truncation import TruncationFields, encode_prompt, limit_token_ids
+from eagleray.server.service import Service
+
+TEXTS_AT_ONCE = 16
+"""Number of short texts that are tokenized before the event loop serves others."""
+
+PAIR_VARIABLES = 256
+"""Most variables of the template for pairs, because each rendering copies them."""
+
+
+class PromptsBody(TruncationFields, Protocol):
+    """The fields of a request that hold its prompts."""
+
+    input: Prompts | None
+    messages: list[dict[str, Any]] | None
+    add_special_tokens: bool | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+    chat_template: str | None
+
+
+@dataclass(slots=True)
+class _ChatOptions(TemplateFields):
+    """Fields of a conversation that gets a vector."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+    chat_template: str | None
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+
+class PairFieldsOfPrompts(TruncationFields, Protocol):
+    """The fields of a request that determine how pairs of texts become prompts."""
+
+    instruction: str | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+@dataclass(slots=True)
+class _KeptTokens(TruncationFields):
+    """Limit of the tokens of a prompt. As in vLLM, pooling models keep the first ones by default."""
+
+    truncate_prompt_tokens: int | None
+    truncation_side: TruncationSide | None
+
+
+class PromptMaker:
+    """The prompts of one request. Raises `InvalidRequest` for fields that contradict each other."""
+
+    def __init__(self, service: Service, body: PromptsBody) -> None:
+        if (body.input is None) == (body.messages is None):
+            raise InvalidRequest("give either `input` or `messages`", param="input")
+        self._service = service
+        self._body = body
+        self._parts = [] if body.input is None else split_prompts(body.input, "input")
+        self._chat = _ChatOptions(
+            bool(body.add_generation_prompt),  # chat has another default
+            body.continue_final_message,
+            body.chat_template_kwargs,
+            body.chat_template,
+        )
+        if body.messages is not None:
+            check_template_fields(service, self._chat)
+        if body.messages is not None or any(isinstance(part, str) for part in self._parts):
+            service.check_tokenizer()
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._parts) or 1
+
+    async def make(self) -> list[Prompt]:
+        body = self._body
+        if body.messages is None:
+            return await encode_prompts(self._service, self._parts, body, body.add_special_tokens is not False)
+        self._service.text.check_messages(body.messages)
+        text = await render_chat(self._service, body.messages, self._chat)
+        return await encode_prompts(self._service, [text], body, bool(body.add_special_tokens))
+
+
+async def encode_prompts(
+    service: Service, parts: Sequence[str | list[int]], limits: TruncationFields, add_special_tokens: bool
+) -> list[Prompt]:
+    """Return the prompts of texts and token ids, as much of each as `limits` allow."""
+    kept = _KeptTokens(limits.truncate_prompt_tokens, limits.truncation_side or "right")
+    prompts = []
+    for index, part in enumerate(parts, 1):
+        if isinstance(part, str):
+            prompts.append(await encode_prompt(service, part, kept, add_special_tokens=add_special_tokens))
+        else:
+            prompts.append(Prompt(token_ids=limit_token_ids(service, part, kept)))
+        if index % TEXTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return prompts
+
+
+async def encode_pairs(
+    service: Service, pairs: Sequence[tuple[str, str]], body: PairFieldsOfPrompts, *, has_template: bool
+) -> list[Prompt]:
+    """Return a prompt for each pair: both texts in one, joined by the template if the server was given one."""
+    if not has_template:
+        for name in ("instruction", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise InvalidRequest(
+                    f"`{name}` is for the template that joins two texts, and this server has none (option "
+                    "`chat_template`): write it into the texts",
+                    param=name,
+                )
+        return await encode_prompts(service, [first + second for first, second in pairs], body, True)
+    variables = dict(body.chat_template_kwargs or {})
+    if body.instruction is not None:
+        variables.setdefault("instruction", body.instruction)
+    if len(variables) > PAIR_VARIABLES:
+        raise InvalidRequest(
+            f"`chat_template_kwargs` may have at most {PAIR_VARIABLES} entries", param="chat_template_kwargs"
+        )
+    texts = []
+    for first, second in pairs:
+        rendered = await service.text.render(
+            pair_messages(first, second),
+            add_generation_prompt=False,
+            continue_final_message=False,
+            chat_template_kwargs=variables,
+            chat_template=None,
+            tools=None,
+            documents=None,
+        )
+        texts.append(rendered)
+    return await encode_prompts(service, texts, body, True)

@@ -1,0 +1,285 @@
+"""/v1/embeddings, /pooling, /classify, /score and /rerank. Every handler answers as a whole; none streams."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from eagleray.client.pooling import (
+    PooledPrompt,
+    PoolingParams,
+    PoolingTask,
+    check_pooling,
+    check_scorer,
+    cosine,
+    finish_vector,
+    match_pairs,
+)
+from eagleray.client.preprocess import Prompt
+from eagleray.config.pooling_spec import PoolingSpec
+from eagleray.errors import InvalidRequest
+from eagleray.messages.arrays import Array
+from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.http_responses import json_response, unless_disconnected
+from eagleray.server.pooling import responses
+from eagleray.server.pooling.group import PROMPTS_AT_ONCE, PoolingJob, pool_prompts
+from eagleray.server.pooling.prompts import PromptMaker, encode_pairs, encode_prompts
+from eagleray.server.pooling.requests import (
+    POOLING_FATES,
+    ClassificationRequest,
+    EmbeddingRequest,
+    EncodingFields,
+    PairFields,
+    PoolingFields,
+    PoolingRequest,
+    PromptsFields,
+    RerankRequest,
+    ScoreRequest,
+    ScoringTexts,
+    texts_of,
+)
+from eagleray.server.pooling.responses import PoolingUsage
+from eagleray.server.routing_headers import ROUTING_HEADERS, requested_rank, session_name
+from eagleray.server.service import Service
+
+LARGE_ANSWER_NUMBERS = 2**16
+"""Numbers of an answer above which its memory is given back to the system."""
+
+PAIR_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+
+Body = TypeVar("Body", bound=PoolingFields)
+
+
+class _Answer(msgspec.Struct):
+    """What all answers of an HTTP request show."""
+
+    request_id: str
+    created: int
+    model: str
+
+
+class PoolingRoutes:
+    """`has_pair_template`: whether the server was given the template that joins pairs of texts."""
+
+    def __init__(self, service: Service, *, has_pair_template: bool) -> None:
+        self._service = service
+        self._has_pair_template = has_pair_template
+
+    def endpoints(self) -> list[Endpoint]:
+        make = self._operation
+        embed = make(self.embed, EmbeddingRequest, responses.EmbeddingResponse, "The embeddings of texts.")
+        pool = make(self.pool, PoolingRequest, responses.PoolingResponse, "The vectors of texts.")
+        classify = make(self.classify, ClassificationRequest, responses.ClassificationResponse, "Classes of texts.")
+        score = make(self.score, ScoreRequest, responses.ScoreResponse, "Scores of pairs of texts.")
+        rerank = make(self.rerank, RerankRequest, responses.RerankResponse, "Documents by relevance for a query.")
+        operations = {
+            "/v1/embeddings": embed,
+            "/pooling": pool,
+            "/classify": classify,
+            **dict.fromkeys(("/score", "/v1/score"), score),
+            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
+        }
+        return [Endpoint(path, post=operation) for path, operation in operations.items()]
+
+    def _operation(
+        self,
+        handle: Callable[[Body, Request, _Answer], Awaitable[Any]],
+        body_type: type[Body],
+        response_type: type[Any],
+        summary: str,
+    ) -> Operation:
+        decoder = self._service.body_decoder(body_type, POOLING_FATES)
+
+        async def handler(request: Request) -> Response:
+            body = await decoder.read(request)
+            self._service.check_open()
+            adapter = self._service.find_model(body.model)
+            answer = _Answer(
+                body.request_id or request.scope["state"]["request_id"],
+                int(time.time()),
+                self._service.model_name if adapter is None else adapter.name,
+            )
+            return json_response(await unless_disconnected(request.receive, _awaited(handle(body, request, answer))))
+
+        return Operation(
+            handler,
+            summary,
+            request_body=body_type,
+            fates=POOLING_FATES,
+            response=response_type,
+            headers=ROUTING_HEADERS,
+            error_statuses=(400, 404, 413, 429, 500, 503, 504),
+        )
+
+    # Handlers.
+
+    async def embed(self, body: EmbeddingRequest, request: Request, answer: _Answer) -> Any:
+        params = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions)
+        pooled, spec = await self._pool_inputs(body, request, params, "embed")
+        data = [
+            responses.EmbeddingData(index=index, embedding=vector)
+            for index, vector in enumerate(await self._encode_all(pooled, spec, params, body))
+        ]
+        return responses.EmbeddingResponse(
+            id=f"embd-{answer.request_id}",
+            created=answer.created,
+            model=answer.model,
+            data=data,
+            usage=_usage(pooled),
+        )
+
+    async def pool(self, body: PoolingRequest, request: Request, answer: _Answer) -> Any:
+        params = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions)
+        served = self._service.engine_info.pooling
+        task: PoolingTask = body.task or ("embed" if served is None else served.kind)
+        pooled, spec = await self._pool_inputs(body, request, params, task)
+        data = [
+            responses.PoolingData(index=index, data=vector)
+            for index, vector in enumerate(await self._encode_all(pooled, spec, params, body))
+        ]
+        return responses.PoolingResponse(
+            id=f"pool-{answer.request_id}",
+            created=answer.created,
+            model=answer.model,
+            data=data,
+            usage=_usage(pooled),
+        )
+
+    async def classify(self, body: ClassificationRequest, request: Request, answer: _Answer) -> Any:
+        params = PoolingParams(use_activation=body.use_activation)
+        pooled, spec = await self._pool_inputs(body, request, params, "classify")
+        data = []
+        for index, one in enumerate(pooled):
+            probs = finish_vector(one.vector, spec, params)
+            label = spec.labels[int(np.argmax(probs))]
+            data.append(
+                responses.ClassificationData(index=index, label=label, probs=probs.tolist(), num_classes=len(probs))
+            )
+        return responses.ClassificationResponse(
+            id=f"classify-{answer.request_id}",
+            created=answer.created,
+            model=answer.model,
+            data=data,
+            usage=_usage(pooled),
+        )
+
+    async def score(self, body: ScoreRequest, request: Request, answer: _Answer) -> Any:
+        names, first, second = _pair_fields(body)
+        texts = texts_of(first, names[0]), texts_of(second, names[1])
+        scores, usage = await self._score_pairs(*texts, names, body, request)
+        data = [responses.ScoreData(index=index, score=score) for index, score in enumerate(scores)]
+        return responses.ScoreResponse(
+            id=f"score-{answer.request_id}", created=answer.created, model=answer.model, data=data, usage=usage
+        )
+
+    async def rerank(self, body: RerankRequest, request: Request, answer: _Answer) -> Any:
+        documents = texts_of(body.documents, "documents")
+        names = ("query", "documents")
+        scores, usage = await self._score_pairs(texts_of(body.query, "query"), documents, names, body, request)
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+        results = [responses.RerankResult(index=index, relevance_score=scores[index]) for index in order]
+        if body.return_documents is not False:
+            for result in results:
+                result.document = responses.RankedDocument(text=documents[result.index])
+        return responses.RerankResponse(
+            id=f"rerank-{answer.request_id}",
+            model=answer.model,
+            usage=responses.RerankUsage(prompt_tokens=usage.prompt_tokens, total_tokens=usage.total_tokens),
+            results=results,
+        )
+
+    # Parts of handlers.
+
+    async def _pool_inputs(
+        self, body: PromptsFields, request: Request, params: PoolingParams, task: PoolingTask
+    ) -> tuple[list[PooledPrompt], PoolingSpec]:
+        spec = check_pooling(params, self._service.engine_info, task)
+        prompts = PromptMaker(self._service, body)
+        return await self._send(prompts.num_prompts, prompts.make, body, request), spec
+
+    async def _score_pairs(
+        self, first: list[str], second: list[str], names: tuple[str, str], body: PairFields, request: Request
+    ) -> tuple[list[float], PoolingUsage]:
+        """Return the scores of the pairs: by the classifier, or by the similarity of their embeddings."""
+        served = self._service.engine_info.pooling
+        params = PoolingParams(use_activation=body.use_activation)
+        spec = check_pooling(params, self._service.engine_info, "embed" if served is None else served.kind)
+        check_scorer(spec)
+        self._service.check_tokenizer()
+        pairs = match_pairs(len(first), len(second), names)
+        if spec.kind == "classify":
+            texts = [(first[one], second[other]) for one, other in pairs]
+            make = functools.partial(encode_pairs, self._service, texts, body, has_template=self._has_pair_template)
+            pooled = await self._send(len(pairs), make, body, request)
+            return [float(finish_vector(one.vector, spec, params)[0]) for one in pooled], _usage(pooled)
+        make = functools.partial(encode_prompts, self._service, [*first, *second], body, True)
+        pooled = await self._send(len(first) + len(second), make, body, request)
+        vectors = [one.vector for one in pooled]
+        return [cosine(vectors[one], vectors[len(first) + other]) for one, other in pairs], _usage(pooled)
+
+    async def _send(
+        self,
+        num_prompts: int,
+        make_prompts: Callable[[], Awaitable[Sequence[Prompt]]],
+        body: PoolingFields,
+        request: Request,
+    ) -> list[PooledPrompt]:
+        state, service = request.scope["state"], self._service
+        job = PoolingJob(
+            request_id=body.request_id or state["request_id"],
+            arrival=state["arrival"],
+            priority=service.check_priority(body.priority),
+            cache_salt=body.cache_salt or "",
+            adapter=service.find_model(body.model),
+            timeout=body.timeout,
+            rank=requested_rank(request.headers, service.ranks),
+            session=session_name(None, request.headers),
+        )
+        return await pool_prompts(service, job, num_prompts, make_prompts)
+
+    async def _encode_all(
+        self, pooled: Sequence[PooledPrompt], spec: PoolingSpec, params: PoolingParams, body: EncodingFields
+    ) -> list[msgspec.Raw | str]:
+        encode: Callable[[Array], msgspec.Raw | str] = responses.encode_as_json
+        if body.encoding_format == "base64":
+            encode = functools.partial(
+                responses.encode_as_base64, dtype_name=body.embed_dtype, endianness=body.endianness
+            )
+        encoded = []
+        for index, one in enumerate(pooled, 1):
+            encoded.append(encode(finish_vector(one.vector, spec, params)))
+            if index % PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if sum(len(one.vector) for one in pooled) > LARGE_ANSWER_NUMBERS:
+            self._service.memory_return.schedule()
+        return encoded
+
+
+async def _awaited(work: Awaitable[Any]) -> Any:
+    return await work
+
+
+def _usage(pooled: Sequence[PooledPrompt]) -> PoolingUsage:
+    num_tokens = sum(len(one.prompt_token_ids) for one in pooled)
+    return PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+
+
+def _pair_fields(body: ScoreRequest) -> tuple[tuple[str, str], ScoringTexts, ScoringTexts]:
+    """Return the names and values of the two fields with texts. Raises `InvalidRequest` unless there is one pair."""
+    given = {name for names in PAIR_NAMES for name in names if getattr(body, name) is not None}
+    for names in PAIR_NAMES:
+        if given == set(names):
+            return names, getattr(body, names[0]), getattr(body, names[1])
+    shown = " and ".join(f"`{name}`" for name in sorted(given)) or "none"
+    raise InvalidRequest(
+        f"the texts must be in `text_1` and `text_2`, or in `queries` and `documents`, but the request has {shown}",
+        param="text_1",
+    )
