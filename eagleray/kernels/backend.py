@@ -20,7 +20,7 @@ from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
-from eagleray.kernels.quantized import Weight, WeightFormat
+from eagleray.kernels.quantized import LoadedWeight, WeightFormat
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
@@ -173,12 +173,15 @@ class KernelBackend(Protocol):
     """The formats of quantized weights that `linear` and `gated_linear` take; other weights are decoded when they are
     loaded. The blocks of an `Fp8Weight` must have a multiple of `FP8_COLUMNS` columns, or all columns."""
 
+    takes_parts: bool = False
+    """Whether the weight of `linear` and `gated_linear` may be `RowParts`. Weights are copied in any case."""
+
     def with_memory(self, memory: WeightAllocator) -> KernelBackend:
         """Return a backend whose operations have the same storage. Weights that it packs into another layout are in
         pieces of `memory`; all other tensors are where this backend has them."""
         return self
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> OperationWithWeights:
+    def linear(self, weight: LoadedWeight, bias: Tensor | None) -> OperationWithWeights:
         """Make a product with a weight [out_features, in_features]."""
         ...
 
@@ -188,7 +191,7 @@ class KernelBackend(Protocol):
         ...
 
     def gated_linear(
-        self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None = None
+        self, weight: LoadedWeight, bias: Tensor | None, clamp: ClampedSwiglu | None = None
     ) -> OperationWithWeights:
         """Make a product with a weight [2 * size, in_features] whose first half of outputs gates the second half: silu
         of the first half times the second, or as `clamp` says."""

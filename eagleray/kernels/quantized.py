@@ -81,13 +81,33 @@ class Mxfp4Weight:
         return torch.ldexp(numbers, self.scales.int()[..., None] - MXFP4_SCALE_BIAS).to(dtype).flatten(-2)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowParts:
+    """A weight [rows, columns] whose rows are in several contiguous tensors, one after another."""
+
+    parts: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((sum(map(len, self.parts)), self.parts[0].shape[1]))
+
+
 QuantizedWeight = Fp8Weight | Mxfp4Weight
 
 Weight = Tensor | QuantizedWeight
 """A weight [rows, columns] of a product: a tensor of the model's dtype, or a quantized weight."""
 
+LoadedWeight = Weight | RowParts
+"""A weight before a backend has packed it."""
 
-def unquantized(weight: Weight) -> Tensor:
+
+def in_one_part(weight: LoadedWeight) -> Weight:
+    """Return a weight that is not in parts because the backend does not take them."""
+    assert not isinstance(weight, RowParts), "weights are concatenated for a backend that does not take parts"
+    return weight
+
+
+def unquantized(weight: LoadedWeight) -> Tensor:
     """Return a weight that must be a tensor because the backend's `kept_formats` are empty."""
     assert isinstance(weight, Tensor), "weights are decoded for a backend that does not keep their format"
     return weight

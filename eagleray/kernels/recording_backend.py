@@ -30,7 +30,7 @@ from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
-from eagleray.kernels.quantized import Weight
+from eagleray.kernels.quantized import LoadedWeight
 from eagleray.kernels.recording import (
     AddOp,
     AllReduceOp,
@@ -101,7 +101,7 @@ class RecordingBackend(KernelBackend):
         self.dtype = dtype
 
     @abstractmethod
-    def pack_linear(self, weight: Weight, bias: Tensor | None) -> LinearWeight:
+    def pack_linear(self, weight: LoadedWeight, bias: Tensor | None) -> LinearWeight:
         """Make the weight of a `linear`."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class RecordingBackend(KernelBackend):
         """Make the weight of an `exact_linear`."""
 
     @abstractmethod
-    def pack_gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None) -> LinearWeight:
+    def pack_gated_linear(self, weight: LoadedWeight, bias: Tensor | None, clamp: ClampedSwiglu | None) -> LinearWeight:
         """Make the weight of a `gated_linear`."""
 
     @abstractmethod
@@ -131,13 +131,15 @@ class RecordingBackend(KernelBackend):
         """Make the program of a finished recording. `block_size`: that of the cache; for the other parameters see
         `compile`."""
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> RecordedLinear:
+    def linear(self, weight: LoadedWeight, bias: Tensor | None) -> RecordedLinear:
         return RecordedLinear(self.pack_linear(weight, bias))
 
     def exact_linear(self, weight: Tensor) -> RecordedLinear:
         return RecordedLinear(self.pack_exact_linear(weight))
 
-    def gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> RecordedLinear:
+    def gated_linear(
+        self, weight: LoadedWeight, bias: Tensor | None, clamp: ClampedSwiglu | None = None
+    ) -> RecordedLinear:
         return RecordedLinear(self.pack_gated_linear(weight, bias, clamp))
 
     def adapt(self, product: OperationWithWeights, site: AdapterSite) -> RecordedLinear:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray.kernels.quantized import Fp8Weight, Weight, group_scales, quantize_fp8
+from eagleray.kernels.quantized import Fp8Weight, LoadedWeight, RowParts, group_scales, quantize_fp8
 from eagleray.models.staging import Scratch
 from eagleray.models.stored_weights import StoredWeights, WeightRules, spans
 from eagleray.models.weights import Param
@@ -45,10 +45,11 @@ class PushedWeights(StoredWeights):
         self._scratch = scratch
         self._was_fp8 = kept_fp8
 
-    def load_weight(self, params: Sequence[Param]) -> Weight:
+    def load_weight(self, params: Sequence[Param]) -> LoadedWeight:
         was_fp8 = params[0].name in self._was_fp8
         if not was_fp8 and not self.rules.quantizes:
-            return self._load(params, self.rules.dtype)
+            parts = self._in_place(params, self.rules.dtype) if self.rules.takes_parts and len(params) > 1 else None
+            return RowParts(parts) if parts is not None else self._load(params, self.rules.dtype)
         weight = super().load_weight(params)
         return self._quantize_in_blocks(params) if was_fp8 and isinstance(weight, Tensor) else weight
 
@@ -65,11 +66,14 @@ class PushedWeights(StoredWeights):
         return self._scratch.empty(shape, dtype)
 
     def _load(self, params: Sequence[Param], dtype: torch.dtype) -> Tensor:
-        if len(params) == 1:
-            part = self._read(params[0])
-            if part.dtype == dtype and part.device == self.rules.device and part.is_contiguous():
-                return part
-        return super()._load(params, dtype)
+        part = self._in_place(params, dtype) if len(params) == 1 else None
+        return part[0] if part is not None else super()._load(params, dtype)
+
+    def _in_place(self, params: Sequence[Param], dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+        """Return the tensors themselves, or None if they must be cast, moved or made contiguous."""
+        parts = tuple(map(self._read, params))
+        fit = (part.dtype == dtype and part.device == self.rules.device and part.is_contiguous() for part in parts)
+        return parts if all(fit) else None
 
     def _quantize_in_blocks(self, params: Sequence[Param]) -> Fp8Weight:
         """Return plain numbers in FP8, in the layout of weights that are stored so."""
@@ -95,8 +99,8 @@ class PartialWeights(PushedWeights):
     def _is_fp8(self, param: Param) -> bool:
         return param.name in self._came and super()._is_fp8(param)
 
-    def _load(self, params: Sequence[Param], dtype: torch.dtype) -> Tensor:
-        return StoredWeights._load(self, params, dtype)
+    def _in_place(self, params: Sequence[Param], dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+        return None
 
     def _check(self, param: Param, dtype: torch.dtype) -> None:
         pass

@@ -131,6 +131,7 @@ def load_model(
         device=device,
         fp8_block=spec.fp8_block,
         kept_formats=kernels.kept_formats,
+        takes_parts=kernels.takes_parts,
         quantizes=quantization is not None,
     )
     part = ModelPart(spec=spec, groups=groups, kernels=kernels, rules=rules)

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagleray.kernels.quantized import FP8_COLUMNS, Fp8Weight, Weight, WeightFormat, group_scales, quantize_fp8
+from eagleray.kernels.quantized import (
+    FP8_COLUMNS,
+    Fp8Weight,
+    LoadedWeight,
+    Weight,
+    WeightFormat,
+    group_scales,
+    quantize_fp8,
+)
 from eagleray.log import get_logger
 from eagleray.models.weights import Cut, Param
 
@@ -33,6 +41,8 @@ class WeightRules:
     fp8_block: tuple[int, int] | None = None
     """See `ModelSpec`; without it, weights in FP8 are refused."""
     kept_formats: frozenset[WeightFormat] = frozenset()
+    """See `KernelBackend`."""
+    takes_parts: bool = False
     """See `KernelBackend`."""
     quantizes: bool = False
     """Whether weights of linear layers that are stored as plain numbers are quantized to FP8."""
@@ -81,7 +91,7 @@ class StoredWeights(ABC):
     def load_concatenated(self, params: Sequence[Param]) -> Tensor:
         return self._load(params, self.rules.dtype)
 
-    def load_weight(self, params: Sequence[Param]) -> Weight:
+    def load_weight(self, params: Sequence[Param]) -> LoadedWeight:
         are_fp8 = [self._is_fp8(param) for param in params]
         if not any(are_fp8):
             return self.quantize(self._load(params, self.rules.dtype))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eagleray.kernels.quantized import Weight
+from eagleray.kernels.quantized import LoadedWeight, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Weights(Protocol):
         """Load several tensors, concatenated along the first dimension."""
         ...
 
-    def load_weight(self, params: Sequence[Param]) -> Weight:
+    def load_weight(self, params: Sequence[Param]) -> LoadedWeight:
         """Load the weights of linear layers, concatenated along the first dimension. They are a quantized weight if
         they are stored so and the backend keeps their format, or if all weights of linear layers are to be
         quantized."""

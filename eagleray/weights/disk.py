@@ -1,21 +1,25 @@
 """Backend `disk`: a directory with safetensors files, which every worker can read.
 
-Files are memory-mapped, so each rank reads only the bytes of its part of the model.
+Files are mapped, and read when their tensors are packed, so each rank reads only the bytes of its part of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from eagleray.errors import InvalidRequest, NotFound, WeightsMismatch
-from eagleray.models.checkpoint_files import open_file, weight_files
+from eagleray.errors import CheckpointError, InvalidRequest, NotFound, WeightsMismatch
+from eagleray.kernels.cpu.mapped_files import MappedFile
+from eagleray.models.checkpoint_files import LENGTH_BYTES, header_bytes, open_file, weight_files
 from eagleray.weights.receiver import CheckTensors, NamedTensors, ReceiverPosition
-from eagleray.weights.tensors import FILE_BUCKET_BYTES, SentTensor, into_buckets
+from eagleray.weights.tensors import FILE_BUCKET_BYTES, SentTensor, into_buckets, view_as
 
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -56,9 +60,10 @@ class DirectoryReceiver:
             files = [(path, stack.enter_context(open_file(path))) for path in _weight_files(Path(directory))]
             headers = [list(_read_header(path, file)) for path, file in files]
             check([tensor for tensors in headers for tensor in tensors])
-            for tensors, (_, file) in zip(headers, files, strict=True):
-                for bucket in into_buckets(tensors, FILE_BUCKET_BYTES):
-                    yield [(tensor.name, file.get_tensor(tensor.name)) for tensor in bucket]
+        for tensors, (path, _) in zip(headers, files, strict=True):
+            memory = _map_tensors(path, tensors)
+            for bucket in into_buckets(tensors, FILE_BUCKET_BYTES):
+                yield [(tensor.name, view_as(memory[tensor.name], tensor)) for tensor in bucket]
 
     def close(self) -> None:
         """Do nothing: files are closed when their tensors are received."""
@@ -78,6 +83,23 @@ def _weight_files(directory: Path) -> list[Path]:
     if not is_directory:
         raise NotFound(f"{str(directory)!r:.200}: there is no such directory on the node of the workers")
     return weight_files(directory)
+
+
+def _map_tensors(path: Path, tensors: Iterable[SentTensor]) -> dict[str, Tensor]:
+    """Map a complete safetensors file that has these tensors. Returns the bytes of each, uint8. Raises
+    `CheckpointError` if the file is another one meanwhile."""
+    begin = header_bytes(path)
+    with path.open("rb") as file:
+        mapped = MappedFile.open(path, file.fileno(), os.fstat(file.fileno()).st_size)
+        file.seek(LENGTH_BYTES)
+        header = json.loads(file.read(begin - LENGTH_BYTES))
+    memory = {}
+    for tensor in tensors:
+        first, last = header.get(tensor.name, {}).get("data_offsets", (0, 0))
+        memory[tensor.name] = mapped[begin + first : begin + last]
+        if len(memory[tensor.name]) != tensor.num_bytes:
+            raise CheckpointError(f"{path}: was replaced while it was read")
+    return memory
 
 
 def _read_header(path: Path, file: Any) -> Iterator[SentTensor]:

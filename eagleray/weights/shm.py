@@ -18,6 +18,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from eagleray.errors import InvalidRequest, NotFound, WeightsMismatch
+from eagleray.kernels.cpu.mapped_files import MappedFile
 from eagleray.weights.receiver import CheckTensors, NamedTensors, ReceiverPosition, read_fields
 from eagleray.weights.shared_memory_sender import SHARED_MEMORY_DIR, node_id
 from eagleray.weights.tensors import FILE_BUCKET_BYTES, SentTensor, into_buckets, read_update_info, view_as
@@ -89,12 +90,12 @@ class SharedMemoryReceiver:
             if self._kept is not None and self._kept[0] == key:
                 return self._kept[1]
             self._kept = None  # the trainer may have removed it: its memory is free then
+            if not self._is_connected:
+                return MappedFile.open(_path(segment.name), file.fileno(), segment.size)
             # private, so that torch may have it as writable; nobody writes to it
             mapped = mmap.mmap(file.fileno(), segment.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        buffer = torch.frombuffer(mapped, dtype=torch.uint8)
-        if self._is_connected:
-            self._kept = key, buffer
-        return buffer
+        self._kept = key, torch.frombuffer(mapped, dtype=torch.uint8)
+        return self._kept[1]
 
 
 def _check_offsets(tensors: list[SentTensor], segment: SegmentInfo) -> None:

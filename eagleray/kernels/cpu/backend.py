@@ -19,10 +19,11 @@ from eagleray.kernels.cpu.experts import ExpertScratch, NativeProducts, native_r
 from eagleray.kernels.cpu.huge_pages import WeightMemory
 from eagleray.kernels.cpu.linear import NativeEmbedding, NativeLinear
 from eagleray.kernels.cpu.lowering import lower
+from eagleray.kernels.cpu.mapped_files import RowReader
 from eagleray.kernels.cpu.program import CpuProgram
 from eagleray.kernels.cpu.ranking import NativeRanking
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
-from eagleray.kernels.quantized import Weight, WeightFormat, unquantized
+from eagleray.kernels.quantized import LoadedWeight, RowParts, WeightFormat, unquantized
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.recording import LinearWeight, Recording
 from eagleray.kernels.recording_backend import RecordingBackend
@@ -36,6 +37,7 @@ class CpuBackend(RecordingBackend):
 
     is_batch_invariant = True
     kept_formats: frozenset[WeightFormat] = frozenset()
+    takes_parts = True
 
     def __init__(
         self, library: ctypes.CDLL, dtype: torch.dtype, *, num_threads: int, memory: WeightAllocator | None = None
@@ -47,6 +49,7 @@ class CpuBackend(RecordingBackend):
         self._memory = memory or WeightMemory()
         self._adapter_memory = WeightMemory()
         self._scratch = ExpertScratch()
+        self._reader = RowReader()
 
     @staticmethod
     def serves(dtype: torch.dtype, *, feature_sizes: Sequence[int], head_dim: int) -> bool:
@@ -57,25 +60,37 @@ class CpuBackend(RecordingBackend):
     def with_memory(self, memory: WeightAllocator) -> CpuBackend:
         return CpuBackend(self.library, self.dtype, num_threads=self.num_threads, memory=memory)
 
-    def pack_linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
-        weight = unquantized(weight)
+    def pack_linear(self, weight: LoadedWeight, bias: Tensor | None) -> NativeLinear:
         n, k = weight.shape
-        packed = self._memory.allocate(self.library.er_packed_size(n, k, self._kind), self.dtype)
-        weight = weight.contiguous()
-        self.library.er_pack(weight.data_ptr(), k, n, k, packed.data_ptr(), self._kind, 1)
+        packed = self._memory.allocate(self._packed_size(n, k), self.dtype)
+        first = 0
+        for part in _parts(weight, multiple=abi.PANEL_ROWS):
+            self._pack_rows(part, packed[self._packed_size(first, k) :])
+            first += len(part)
         return self._linear(packed, bias, n=n, k=k, is_gated=False)
+
+    def _pack_rows(self, part: Tensor, packed: Tensor) -> None:
+        k, to = part.shape[1], packed.data_ptr()
+        for rows, (address,) in self._reader.rows([part], abi.PANEL_ROWS):
+            offset = self._packed_size(rows.start, k) * self.dtype.itemsize
+            self.library.er_pack(address, k, len(rows), k, to + offset, self._kind, 1)
 
     def pack_exact_linear(self, weight: Tensor) -> NativeLinear:
         return self.pack_linear(weight, None)  # it rounds nothing
 
-    def pack_gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None) -> NativeLinear:
-        weight = unquantized(weight)
+    def pack_gated_linear(self, weight: LoadedWeight, bias: Tensor | None, clamp: ClampedSwiglu | None) -> NativeLinear:
         inner, k = weight.shape[0] // 2, weight.shape[1]
         padded = -(-inner // abi.NUM_LANES) * abi.NUM_LANES  # a panel holds equally many gates and gated outputs
-        packed = self._memory.allocate(self.library.er_packed_size(2 * padded, k, self._kind), self.dtype)
-        gate, up = weight.contiguous().chunk(2)
-        self.library.er_pack_gate_up(gate.data_ptr(), up.data_ptr(), k, inner, k, packed.data_ptr(), self._kind, 1)
+        packed = self._memory.allocate(self._packed_size(2 * padded, k), self.dtype)
+        halves = weight.parts if isinstance(weight, RowParts) else unquantized(weight).contiguous().chunk(2)
+        for rows, (gate, up) in self._reader.rows(halves, abi.NUM_LANES):
+            to = packed.data_ptr() + self._packed_size(2 * rows.start, k) * self.dtype.itemsize
+            self.library.er_pack_gate_up(gate, up, k, len(rows), k, to, self._kind, 1)
         return self._linear(packed, bias, n=2 * inner, k=k, is_gated=True, clamp=clamp)
+
+    def _packed_size(self, n: int, k: int) -> int:
+        size: int = self.library.er_packed_size(n, k, self._kind)
+        return size
 
     def pack_embedding(self, weight: Tensor, first: int) -> NativeEmbedding:
         num_own, size = weight.shape
@@ -118,3 +133,10 @@ class CpuBackend(RecordingBackend):
     ) -> NativeLinear:
         threads = self.num_threads
         return NativeLinear(self.library, packed, bias, n=n, k=k, is_gated=is_gated, clamp=clamp, num_threads=threads)
+
+
+def _parts(weight: LoadedWeight, *, multiple: int) -> Sequence[Tensor]:
+    """Return contiguous parts of a weight, all but the last of a multiple of `multiple` rows."""
+    if not isinstance(weight, RowParts):
+        return [unquantized(weight).contiguous()]
+    return weight.parts if all(len(part) % multiple == 0 for part in weight.parts[:-1]) else [torch.cat(weight.parts)]

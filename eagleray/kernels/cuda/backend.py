@@ -17,7 +17,7 @@ from eagleray.kernels.cuda.program import CudaProgram
 from eagleray.kernels.cuda.ranking import DeviceRanking
 from eagleray.kernels.cuda.triton.tile_product import NATIVE_FP8
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
-from eagleray.kernels.quantized import Weight, WeightFormat, unquantized
+from eagleray.kernels.quantized import LoadedWeight, WeightFormat, in_one_part, unquantized
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.recording import LinearWeight, Recording
 from eagleray.kernels.recording_backend import RecordingBackend
@@ -43,14 +43,14 @@ class CudaBackend(RecordingBackend):
     def adapter_site(self, table: AdapterTable, in_features: int, out_features: Sequence[int]) -> CudaAdapterSite:
         return CudaAdapterSite(table, in_features, out_features)
 
-    def pack_linear(self, weight: Weight, bias: Tensor | None) -> CudaLinear:
-        return CudaLinear(weight, bias)
+    def pack_linear(self, weight: LoadedWeight, bias: Tensor | None) -> CudaLinear:
+        return CudaLinear(in_one_part(weight), bias)
 
     def pack_exact_linear(self, weight: Tensor) -> CudaLinear:
         return CudaLinear(weight.float(), None, is_float32=True)
 
-    def pack_gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None) -> CudaLinear:
-        return CudaLinear(weight, bias, is_gated=True, clamp=clamp)
+    def pack_gated_linear(self, weight: LoadedWeight, bias: Tensor | None, clamp: ClampedSwiglu | None) -> CudaLinear:
+        return CudaLinear(in_one_part(weight), bias, is_gated=True, clamp=clamp)
 
     def pack_embedding(self, weight: Tensor, first: int) -> CudaEmbedding:
         return CudaEmbedding(weight, first)

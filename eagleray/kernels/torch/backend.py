@@ -30,7 +30,7 @@ from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
-from eagleray.kernels.quantized import Weight, WeightFormat, unquantized
+from eagleray.kernels.quantized import LoadedWeight, WeightFormat, unquantized
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.rope import Rope
 from eagleray.kernels.storage import FunctionWithWeights, memory_of
@@ -50,7 +50,7 @@ class TorchBackend(KernelBackend):
     is_batch_invariant = False
     kept_formats: frozenset[WeightFormat] = frozenset()
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> OperationWithWeights:
+    def linear(self, weight: LoadedWeight, bias: Tensor | None) -> OperationWithWeights:
         return PlainLinear(unquantized(weight), bias)
 
     def exact_linear(self, weight: Tensor) -> OperationWithWeights:
@@ -58,7 +58,7 @@ class TorchBackend(KernelBackend):
         return FunctionWithWeights(lambda x: product(x.float()), product.storage())
 
     def gated_linear(
-        self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None = None
+        self, weight: LoadedWeight, bias: Tensor | None, clamp: ClampedSwiglu | None = None
     ) -> OperationWithWeights:
         product = self.linear(weight, bias)
         gate = silu_and_mul if clamp is None else partial(clamped_swiglu, clamp=clamp)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.backend import OperationWithWeights
-from eagleray.kernels.quantized import Weight, unquantized
+from eagleray.kernels.quantized import LoadedWeight, unquantized
 from eagleray.kernels.storage import FunctionWithWeights, contiguous, memory_of
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.linear import PlainLinear
@@ -25,7 +25,7 @@ class OneDnnBackend(TorchBackend):
         candidates = (torch.float32, torch.bfloat16, torch.float16)
         self._packed_dtypes = frozenset(dtype for dtype in candidates if _can_pack(dtype))
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> OperationWithWeights:
+    def linear(self, weight: LoadedWeight, bias: Tensor | None) -> OperationWithWeights:
         weight = unquantized(weight)
         if weight.dtype in self._packed_dtypes:
             return PackedLinear(weight, bias)

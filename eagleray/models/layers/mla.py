@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagleray.kernels.backend import AttendLatents, Context, HiddenStates, KernelBackend, Operation
 from eagleray.kernels.params import MLAParams
-from eagleray.kernels.quantized import Fp8Weight, Weight, select_rows
+from eagleray.kernels.quantized import Fp8Weight, LoadedWeight, select_rows
 from eagleray.models.layers.layer import Layer, WeightGroup
 from eagleray.models.layers.linear import SummedLinear, linear, norm
 from eagleray.models.layers.sequence_parallel import SequenceParallel
@@ -115,7 +115,7 @@ def _mla_attention(name: str, spec: ModelSpec, mla: MLASpec, heads: range) -> We
     return WeightGroup([expand, latent_norm], make)
 
 
-def _sort_rotated_rows(weight: Weight, mla: MLASpec, *, num_heads: int) -> Weight:
+def _sort_rotated_rows(weight: LoadedWeight, mla: MLASpec, *, num_heads: int) -> LoadedWeight:
     """Reorder the outputs of a weight, which may be quantized, as `_sort_rotated` does."""
     if isinstance(weight, Tensor):
         return _sort_rotated(weight, mla, num_heads=num_heads)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.backend import Operation
-from eagleray.kernels.quantized import Weight, WeightFormat
+from eagleray.kernels.quantized import LoadedWeight, Weight, WeightFormat, in_one_part
 from eagleray.kernels.storage import FunctionWithWeights
 from eagleray.kernels.torch.backend import TorchBackend
 
@@ -19,8 +19,8 @@ class KeepingBackend(TorchBackend):
         self.weights: list[Weight] = []
         """The weights of all products."""
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> Operation:
-        self.weights.append(weight)
+    def linear(self, weight: LoadedWeight, bias: Tensor | None) -> Operation:
+        self.weights.append(weight := in_one_part(weight))
         return super().linear(weight if isinstance(weight, Tensor) else weight.dequantize(self._dtype), bias)
 
     def exact_linear(self, weight: Tensor) -> Operation:

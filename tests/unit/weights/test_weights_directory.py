@@ -65,6 +65,14 @@ def test_disk_receiver_truncated_file_is_named(receiver: WeightReceiver, directo
         next(receiver.receive({"weight_dir": str(directory)}, accept))
 
 
+def test_disk_receiver_file_replaced_after_the_check_is_named(receiver: WeightReceiver, directory: Path) -> None:
+    def replace(tensors: Sequence[SentTensor]) -> None:
+        save_file({"c": torch.arange(7, dtype=torch.uint8)}, directory / "model-00002-of-00002.safetensors")
+
+    with pytest.raises(CheckpointError, match=r"00002-of-00002.safetensors: was replaced while it was read"):
+        list(receiver.receive({"weight_dir": str(directory)}, replace))
+
+
 def test_disk_receiver_missing_directory_is_not_found(receiver: WeightReceiver, tmp_path: Path) -> None:
     for name in ("none", "x" * 300, "a\0b"):
         with pytest.raises(NotFound, match="there is no such directory"):

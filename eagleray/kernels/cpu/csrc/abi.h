@@ -16,6 +16,7 @@
 enum { DTYPE_FLOAT32, DTYPE_BFLOAT16 };
 
 enum { NUM_LANES = 16 };      // of a vector: 16 floats
+enum { PANEL_ROWS = 32 };     // of a packed weight: the unit of its layout
 enum { MAX_HEAD_DIM = 256 };  // features of an attention head
 enum { MAX_TOP_K = 256 };     // of `er_top_k`
 

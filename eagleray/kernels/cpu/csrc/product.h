@@ -12,7 +12,7 @@
 
 namespace eagleray {
 
-constexpr int PANEL = 32;  // outputs of a panel
+constexpr int PANEL = PANEL_ROWS;  // outputs of a panel
 
 template <class T>
 struct AdaptedRows;
