@@ -25,7 +25,9 @@ MODEL_FLAG = "model_of_flag"
 
 def add_config_flags(parser: argparse.ArgumentParser, *, sections: Sequence[str]) -> None:
     """Add the positional model, `--config FILE`, and a flag for every field of the named sections of `Config`."""
-    parser.add_argument("model", nargs="?", help="directory of a checkpoint; without it, the embedded demo model")
+    parser.add_argument(
+        "model", nargs="?", help="directory, id or URL of a checkpoint; without it, the embedded demo model"
+    )
     parser.add_argument("--model", dest=MODEL_FLAG, help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML file with options by their names; flags win over it")
     for section in msgspec.structs.fields(Config):

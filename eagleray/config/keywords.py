@@ -9,13 +9,21 @@ class EngineKeywords(TypedDict, total=False):
     """Options of eagleray by name, without those of the HTTP server."""
 
     tokenizer: str | None
+    revision: str | None
+    tokenizer_revision: str | None
+    hf_token: str | None
+    download_dir: str | None
+    ignore_patterns: list[str] | str | None
+    hf_config_path: str | None
+    hf_overrides: dict[str, Any] | str | None
     skip_tokenizer_init: bool | None
     served_model_name: list[str] | str | None
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] | str | None
     quantization: Literal["fp8"] | str | None
     max_model_len: int | str | None
     load_format: Literal["auto", "safetensors", "dummy"] | str | None
-    generation_config: Literal["auto", "none"] | str | None
+    generation_config: str | None
+    override_generation_config: dict[str, Any] | str | None
     runner: Literal["auto", "generate", "pooling"] | str | None
     convert: Literal["auto", "none", "embed", "classify"] | str | None
     pooler_config: dict[str, Any] | str | None
@@ -138,7 +146,6 @@ class LLMKeywords(EngineKeywords, total=False):
     disable_uvicorn_access_log: bool | None
     distributed_executor_backend: Any
     distributed_timeout_seconds: Any
-    download_dir: Any
     dp_supervisor_probe_failure_threshold: Any
     dp_supervisor_probe_interval_s: Any
     dp_supervisor_probe_timeout_s: Any
@@ -201,10 +208,6 @@ class LLMKeywords(EngineKeywords, total=False):
     h11_max_header_count: Any
     h11_max_incomplete_event_size: Any
     headless: bool | None
-    hf_config_path: Any
-    hf_overrides: Any
-    hf_token: Any
-    ignore_patterns: Any
     interleave_mm_strings: bool | None
     io_processor_plugin: Any
     ir_op_priority: Any
@@ -291,7 +294,6 @@ class LLMKeywords(EngineKeywords, total=False):
     offload_prefetch_step: Any
     optimization_level: Any
     otlp_traces_endpoint: Any
-    override_generation_config: Any
     per_request_spec_decode_metrics: Any
     performance_mode: Any
     preemption_mode: Any
@@ -311,7 +313,6 @@ class LLMKeywords(EngineKeywords, total=False):
     replayssm_buffer_len: Any
     response_role: Any
     return_sampling_mask: bool | None
-    revision: Any
     rope_scaling: Any
     rope_theta: Any
     safetensors_load_strategy: Any
@@ -341,7 +342,6 @@ class LLMKeywords(EngineKeywords, total=False):
     swap_space: Any
     task: Any
     tokenizer_mode: Any
-    tokenizer_revision: Any
     tokens_only: bool | None
     tool_call_parser: Any
     tool_parser_plugin: Any

@@ -6,10 +6,12 @@ import importlib.metadata
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 from typing import TypeVar
 
 from eagleray.errors import CheckpointError, EagleRayError
@@ -35,6 +37,9 @@ RETRIED_STATUSES = (429, 500, 502, 503, 504)
 
 MAX_THREADS = 8
 """Files that are downloaded at the same time."""
+
+CANCEL_SECONDS = 2.0
+"""Time for which threads may end, so that they remove the files that they have begun."""
 
 
 @dataclass(frozen=True)
@@ -92,18 +97,40 @@ def _fetch_files(
     """Download files in threads. The first failure, or an interruption, ends the others at their next bytes."""
     known = [size for size in sizes.values() if size is not None]
     total = sum(known) if len(known) == len(sizes) else None
-    with DownloadProgress(repo.repo_id, total) as progress, ThreadPoolExecutor(MAX_THREADS) as pool:
+    # large files last: a wrong configuration is noticed early
+    pending = deque(sorted(sizes, key=lambda name: sizes[name] or 0))
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+    with DownloadProgress(repo.repo_id, total) as progress:
         fetch = _file_fetcher(repo, commit, options, endpoint, progress)
-        # large files last: a wrong configuration is noticed early
-        futures = [pool.submit(fetch, name) for name in sorted(sizes, key=lambda name: sizes[name] or 0)]
+        # daemons, so that a program that is interrupted does not wait for a slow hub
+        threads = [Thread(target=_fetch_each, args=(fetch, pending, ended), daemon=True) for _ in range(MAX_THREADS)]
+        for thread in threads:
+            thread.start()
         try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
+            for _ in sizes:
+                if (error := ended.get()) is not None:  # huggingface_hub limits each wait for the hub
+                    raise error
         except BaseException:
             progress.cancel()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pending.clear()
+            for thread in threads:
+                thread.join(CANCEL_SECONDS / MAX_THREADS)
             raise
+
+
+def _fetch_each(fetch: Callable[[str], object], pending: deque[str], ended: SimpleQueue[BaseException | None]) -> None:
+    """Download files until none is pending, and report the end of each, with its error."""
+    while True:
+        try:
+            name = pending.popleft()
+        except IndexError:
+            return
+        try:
+            fetch(name)
+        except BaseException as error:
+            ended.put(error)
+        else:
+            ended.put(None)
 
 
 def _file_fetcher(

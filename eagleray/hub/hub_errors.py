@@ -52,7 +52,14 @@ def explain(error: Exception, repo: CachedRepo, revision: str, *, endpoint: str,
             f"model {repo_id!r}: {endpoint} has no revision {revision!r} of it: `--revision` takes a branch, a tag or "
             "a commit"
         )
-    if isinstance(error, hub.RepositoryNotFoundError) or status in (401, 403, 404):
+    if isinstance(error, hub.EntryNotFoundError):
+        return CheckpointError(f"model {repo_id!r}: {endpoint} lists a file that it does not have: {_detail(error)}")
+    if status == 401 and not isinstance(error, hub.RepositoryNotFoundError):
+        return CheckpointError(
+            f"model {repo_id!r}: {endpoint} refused the token: give a valid one in HF_TOKEN or as "
+            "`--hf-token`, or none for a public model"
+        )
+    if isinstance(error, hub.RepositoryNotFoundError) or status == 404:
         return CheckpointError(
             f"model {repo_id!r} was not found: there is no such directory, it is not in the cache "
             f"{str(repo.cache)!r}, and {endpoint} does not have it or does not show it ({_token(has_token)})"

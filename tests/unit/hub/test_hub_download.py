@@ -114,6 +114,19 @@ def test_download_token_without_access_is_not_shown(hub):
     assert "hf_wrong" not in str(caught.value)
 
 
+def test_download_invalid_token_is_named(hub):
+    with pytest.raises(CheckpointError, match="refused the token"):
+        prepare_model(model(hf_token="hf_invalid"))
+
+
+def test_download_listed_file_that_is_absent_ends_the_download(hub, cache):
+    hub.repositories["org/model"].absent = ("config.json",)
+    with pytest.raises(CheckpointError, match="lists a file that it does not have"):
+        prepare_model(model())
+    hub.repositories["org/model"].absent = ()
+    assert prepare_model(model()).revision == COMMIT
+
+
 def test_download_unknown_id_says_where_it_looked(hub, cache):
     write_snapshot(cache, "org/modle")
     with pytest.raises(CheckpointError) as caught:

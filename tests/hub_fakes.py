@@ -40,6 +40,8 @@ class HubRepository:
     """Token that a request needs to see a gated repository."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Sizes that the listing claims, where they differ from the files'."""
+    absent: tuple[str, ...] = ()
+    """Files that are listed and cannot be had."""
 
 
 class HubServer(ThreadingHTTPServer):
@@ -95,7 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
         for repo_id, repo in self.server.repositories.items():
             info, files = f"/api/models/{repo_id}", f"/{repo_id}/resolve/"
             if path == info or path.startswith((info + "/revision/", files)):
-                if repo.token is not None and self.headers.get("Authorization") != f"Bearer {repo.token}":
+                if self.headers.get("Authorization") == "Bearer hf_invalid":
+                    self._reply(401, {"X-Error-Message": "Invalid credentials in Authorization header"}, b"")
+                elif repo.token is not None and self.headers.get("Authorization") != f"Bearer {repo.token}":
                     self._reply(403, {"X-Error-Code": "GatedRepo"}, b"")
                 elif path.startswith(files):
                     self._file(repo, *path.removeprefix(files).split("/", 1), has_body=has_body)
@@ -118,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, repo: HubRepository, commit: str, name: str, *, has_body: bool) -> None:
         data = repo.files.get(name)
-        if data is None:
+        if data is None or name in repo.absent:
             self._reply(404, {"X-Error-Code": "EntryNotFound"}, b"")
             return
         headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
