@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eagleray.async_llm import AsyncLLM, AsyncLLMEngine
     from eagleray.client.outputs import CompletionOutput, RequestOutput
+    from eagleray.client.pooling import PoolingParams, PoolingRequestOutput
     from eagleray.engine_args import AsyncEngineArgs, EngineArgs
     from eagleray.llm import LLM
     from eagleray.lora import LoRARequest
@@ -22,6 +23,8 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "LoRARequest",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RepetitionDetectionParams",
     "RequestOutput",
@@ -42,6 +45,8 @@ MODULES = {
     "AsyncEngineArgs": "engine_args",
     "RepetitionDetectionParams": "messages.sampling",
     "CompletionOutput": "client.outputs",
+    "PoolingParams": "client.pooling",
+    "PoolingRequestOutput": "client.pooling",
     "RequestOutput": "client.outputs",
     "RequestOutputKind": "messages.sampling",
     "SamplingParams": "messages.sampling",

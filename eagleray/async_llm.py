@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from eagleray.client.outputs import RequestOutput
+from eagleray.client.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from eagleray.client.request import RequestStream
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.keywords import LLMKeywords
@@ -22,6 +23,7 @@ from eagleray.instance import POLL_INTERVAL_SECONDS, InstanceThread
 from eagleray.instance_calls import InstanceCalls, missing_method
 from eagleray.lora import LoRARequest
 from eagleray.messages.sampling import SamplingParams
+from eagleray.pooling_calls import PoolingCalls
 from eagleray.prompts import PromptLike
 from eagleray.streaming import OutputReader
 
@@ -72,6 +74,7 @@ class AsyncLLM:
         self._thread = InstanceThread(self.config)
         self._instance = self._thread.instance
         self._calls = InstanceCalls(self._instance)
+        self._pooling = PoolingCalls(self._instance, self._calls.loras)
         self._streams: dict[str, RequestStream] = {}
         """Streams of the requests that `generate` has sent, by id. Used in the instance's loop."""
 
@@ -132,6 +135,28 @@ class AsyncLLM:
         finally:
             await outputs.aclose()
             self._thread.call_soon(self._streams.pop, stream.request_id, None)
+
+    async def encode(
+        self,
+        prompt: PromptLike,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Send a prompt to a pooling model and yield its vector once, as an array (`outputs.data`): an embedding, or
+        the probabilities of a classifier. A caller that leaves the iteration aborts the request.
+
+        Raises `InvalidRequest` for a wrong prompt or parameter and for a model that generates, and otherwise as
+        `generate`.
+        """
+        prompts: list[PromptLike] = [prompt]
+        encoding = self._pooling.encode(
+            prompts, pooling_params, None, lora_request=lora_request, request_id=request_id, priority=priority
+        )
+        (output,) = await self._await(encoding)
+        yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End these requests. Their iterators yield a last output with the tokens so far and the finish reason `abort`.

@@ -92,6 +92,20 @@ class LocalInstance:
                 adapter=adapter,
             )
 
+    def pool(
+        self, prompt: PromptLike, *, request_id: str | None = None, priority: int = 0, adapter: Adapter | None = None
+    ) -> RequestStream:
+        """Send a request to a pooling model, see `Client.pool`."""
+        parsed = parse_prompt(prompt)
+        with self.raising_failure():
+            return self.client.pool(
+                parsed.prompt,
+                request_id=request_id,
+                priority=priority,
+                cache_salt=parsed.cache_salt,
+                adapter=adapter,
+            )
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises `InvalidRequest` under `skip_tokenizer_init`."""

@@ -10,6 +10,15 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 from tqdm import tqdm
 
 from eagleray.client.outputs import RequestOutput
+from eagleray.client.pooling import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    PoolingTask,
+    ScoringOutput,
+)
 from eagleray.client.request import RequestStream
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.keywords import LLMKeywords
@@ -18,6 +27,8 @@ from eagleray.instance import InstanceThread
 from eagleray.instance_calls import InstanceCalls, missing_method
 from eagleray.lora import LoRARequest
 from eagleray.messages.sampling import RequestOutputKind, SamplingParams
+from eagleray.pooling_calls import ParamsLike as PoolingParamsLike
+from eagleray.pooling_calls import PoolingCalls
 from eagleray.prompts import Conversation, PromptLike, as_prompts, chat_prompts, one_for_each
 from eagleray.streaming import OutputCollector
 
@@ -71,6 +82,7 @@ class LLM:
         self._thread = InstanceThread(self.config)
         self._instance = self._thread.instance
         self._calls = InstanceCalls(self._instance)
+        self._pooling = PoolingCalls(self._instance, self._calls.loras)
 
     def __getattr__(self, name: str) -> Any:
         raise missing_method(self, name)
@@ -156,6 +168,70 @@ class LLM:
         yield from self._read(
             *self._thread.run(self._collect(as_prompts(prompts), sampling_params, priority, lora_request, kind=kind))
         )
+
+    # Requests to pooling models.
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParamsLike = None,
+        lora_request: LoraLike = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Return the embedding of every prompt (`outputs.embedding`), in the order of the prompts.
+
+        Raises `InvalidRequest` at once if a prompt is wrong, or the model is not an embedding model.
+        """
+        return self._thread.run(self._pooling.embed(prompts, pooling_params, lora_request, use_tqdm))
+
+    def classify(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling_params: PoolingParamsLike = None,
+        use_tqdm: bool = True,
+        lora_request: LoraLike = None,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Return the probabilities of the classes of every prompt (`outputs.probs`). Raises as `embed`."""
+        return self._thread.run(self._pooling.classify(prompts, pooling_params, lora_request, use_tqdm))
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        chat_template: str | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Return the score of pairs of texts (`outputs.score`): one text with each of several, or each text with its
+        counterpart.
+
+        An embedding model compares the angles of the texts' embeddings. A classifier with one label gets both texts in
+        one prompt, joined by `chat_template` or the option of this name, which sees messages of the roles `query` and
+        `document`; without a template the texts follow each other. Raises as `embed`.
+        """
+        scoring = self._pooling.score(data_1, data_2, pooling_params, lora_request, use_tqdm, chat_template)
+        return self._thread.run(scoring)
+
+    def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParamsLike = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoraLike = None,
+        pooling_task: PoolingTask | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the vector of every prompt as an array (`outputs.data`): an embedding, or the classes'
+        probabilities. `pooling_task`: embed or classify; None: what the model is served for. Raises as `embed`."""
+        encoding = self._pooling.encode(
+            prompts, pooling_params, pooling_task, lora_request=lora_request, use_tqdm=use_tqdm
+        )
+        return self._thread.run(encoding)
 
     # Calls that concern the whole instance.
 
