@@ -68,6 +68,18 @@ class UnsupportedParameter(InvalidRequest):
 class PromptTooLong(InvalidRequest):
     """The prompt does not fit into the model's length."""
 
+    @classmethod
+    def for_model(cls, cause: str, max_model_len: int, *, param: str = "prompt") -> PromptTooLong:
+        """Return the error for a prompt that leaves no room for an output. `cause` says why it is too long.
+
+        Client libraries look for the sentence's first words, and for "prompt is too long".
+        """
+        return cls(
+            f"This model's maximum context length is {max_model_len} tokens, prompt and output together. The prompt is "
+            f"too long: {cause}; shorten it to at most {max_model_len - 1}.",
+            param=param,
+        )
+
 
 class UnknownModel(UserError):
     """The request names a model that is not served here."""

@@ -395,11 +395,7 @@ def _check_length(num_tokens: int, engine: EngineInfo) -> None:
         if num_tokens > max_model_len:
             raise PromptTooLong(too_long_to_pool(num_tokens, max_model_len), param="prompt")
     elif num_tokens >= max_model_len:
-        raise PromptTooLong(
-            f"the prompt has {num_tokens} tokens, but the model's length is {max_model_len} tokens, prompt and output "
-            f"together: shorten the prompt to at most {max_model_len - 1} tokens",
-            param="prompt",
-        )
+        raise PromptTooLong.for_model(f"it has {num_tokens} tokens", max_model_len)
 
 
 def _check_ids(token_ids: Iterable[Any] | None, vocab_size: int, param: str) -> list[int]:

@@ -48,6 +48,6 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
 def too_long_to_pool(num_tokens: int, max_model_len: int) -> str:
     """Return the error message for a prompt of a pooling model."""
     return (
-        f"the prompt has {num_tokens} tokens, but the model's length is {max_model_len} tokens: shorten it to at most "
-        "that"
+        f"This model's maximum context length is {max_model_len} tokens. The prompt is too long: it has {num_tokens} "
+        f"tokens; shorten it to at most {max_model_len}."
     )

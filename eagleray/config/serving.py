@@ -51,6 +51,15 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chat_template_timeout: Annotated[
         Seconds, Meta(description="Seconds that the chat template may take for one conversation.")
     ] = 10.0
+    enable_prompt_tokens_details: Annotated[
+        bool, Meta(description="Show in the usage how many tokens of the prompt were cached.")
+    ] = False
+    enable_force_include_usage: Annotated[
+        bool, Meta(description="Show the usage in every event of every stream, whether it is asked for or not.")
+    ] = False
+    response_role: Annotated[str, Meta(min_length=1, description="Role of the answer's message in a conversation.")] = (
+        "assistant"
+    )
     default_chat_template_kwargs: Annotated[
         dict[str, Any],
         Meta(description="Variables for the chat template, as JSON; those of a request take precedence."),

@@ -59,11 +59,7 @@ def _check_prompt(message: Generate, max_model_len: int) -> None:
     if num_tokens == 0:
         raise InvalidRequest("the prompt is empty, but it needs at least one token to continue from", param="prompt")
     if num_tokens >= max_model_len:
-        raise PromptTooLong(
-            f"the prompt has {num_tokens} tokens, but the model's length is {max_model_len} tokens, prompt and "
-            f"output together: shorten the prompt to at most {max_model_len - 1} tokens",
-            param="prompt",
-        )
+        raise PromptTooLong.for_model(f"it has {num_tokens} tokens", max_model_len)
     if not 1 <= message.prompt_logprobs_from <= num_tokens:
         raise InvalidRequest(
             f"`prompt_logprobs_from` must be between 1 and {num_tokens}, the number of the prompt's tokens, but it is "

@@ -102,7 +102,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: Annotated[bool | None, Meta(description="A last event with the usage of the whole request.")] = None
-    continuous_usage_stats: Annotated[bool | None, Meta(description="The usage so far in every event.")] = None
+    continuous_usage_stats: Annotated[
+        bool | None, Meta(description="The usage so far in every event. Only with `include_usage`.")
+    ] = None
 
 
 SAMPLING_NAMES = tuple(field.name for field in msgspec.structs.fields(SamplingFields))

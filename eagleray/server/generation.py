@@ -54,7 +54,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     """Tokens of all completions so far, without the one that a request for its prompt alone computes."""
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None
+    """None without the option `enable_prompt_tokens_details`."""
 
 
 WeightVersionsField = (
@@ -99,7 +100,14 @@ class Generation:
     """A prompt that was sent to the client. Read its deltas as they come, or wait for its `result`; not both."""
 
     def __init__(
-        self, stream: RequestStream, timer: RequestTimer, task: GenerationTask, usage: Usage, prompt: Prompt, index: int
+        self,
+        stream: RequestStream,
+        timer: RequestTimer,
+        task: GenerationTask,
+        usage: Usage,
+        details: PromptTokensDetails,
+        prompt: Prompt,
+        index: int,
     ) -> None:
         self.prompt = prompt
         self.prompt_token_ids = stream.prompt_token_ids
@@ -117,6 +125,7 @@ class Generation:
         self._has_logprobs = task.has_logprobs
         self._num_tokens = [0] * task.params.n
         self._usage = usage
+        self._details = details
         self._num_cached_tokens = 0
         self._held: list[CompletionDelta] = []
         """Deltas that came before the log-probabilities of the prompt were complete."""
@@ -187,7 +196,7 @@ class Generation:
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
 
     def _record_cached(self, num_tokens: int) -> None:
-        self._usage.prompt_tokens_details.cached_tokens += num_tokens - self._num_cached_tokens
+        self._details.cached_tokens += num_tokens - self._num_cached_tokens
         self._num_cached_tokens = num_tokens
 
     def _count(self, part: CompletionDelta | CompletionOutput) -> None:
@@ -218,7 +227,8 @@ class GenerationGroup:
         self._entries_per_token = 1 + num_logprobs
         self.generations: list[Generation] = []
         """The generations in order of the prompts."""
-        self.usage = Usage(0, 0, 0, PromptTokensDetails(0))
+        self.prompt_details = PromptTokensDetails(0)
+        self.usage = Usage(0, 0, 0, self.prompt_details if service.shows_prompt_details else None)
 
     async def __aenter__(self) -> GenerationGroup:
         """Admit, tokenize and send the prompts.
@@ -317,7 +327,7 @@ class GenerationGroup:
                 n=task.params.n,
                 max_tokens=task.params.max_tokens,
             )
-            return Generation(stream, timer, task, self.usage, prompt, index)
+            return Generation(stream, timer, task, self.usage, self.prompt_details, prompt, index)
         except BaseException:
             stream.abort()  # the group does not have it yet, and would not abort it
             raise

@@ -26,7 +26,7 @@ from eagleray.server.body import RefusedBody, field_names
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.field_fates import Fate
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions
-from eagleray.server.generation import Generation, GenerationGroup, GenerationTask, Usage
+from eagleray.server.generation import Generation, GenerationGroup, GenerationTask, PromptTokensDetails, Usage
 from eagleray.server.http_responses import (
     MSGPACK,
     Emit,
@@ -121,6 +121,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     field_names: Mapping[str, str] = {}
     """This API's names of fields that the client calls by others."""
     id_prefix = ""
+    can_show_usage = True
+    """Whether events have a place for the usage."""
     num_prompts = 1
     only_prompt = False
     """Whether the request asks for no token."""
@@ -137,6 +139,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         as_ids = getattr(body, "return_tokens_as_token_ids", None)
         self.names_tokens_by_id: bool = service.names_tokens_by_id if as_ids is None else as_ids
         """Whether log-probabilities name tokens by their ids in place of their texts."""
+        self.streamed_details: PromptTokensDetails | None = None
+        """Details of a stream's prompts so far."""
         # Answers to bodies without this field always show token ids.
         self.shows_token_ids = bool(getattr(body, "return_token_ids", True))
         self.is_msgpack = self.gives_msgpack and not body.stream and accepts(request.headers, MSGPACK)
@@ -165,7 +169,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
                 param="routed_experts_format",
             )
         return GenerationTask(
-            request_id=self._request_id(request),
+            request_id=getattr(body, "request_id", None) or request.scope["state"]["request_id"],
             arrival=request.scope["state"]["arrival"],
             num_prompts=self.num_prompts,
             params=params,
@@ -178,12 +182,6 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             only_prompt=self.only_prompt,
             field_names=self.field_names,
         )
-
-    def _request_id(self, request: Request) -> str:
-        """Return the id that names the request in the answer and in calls that abort it."""
-        if given := getattr(self.body, "request_id", None):
-            return str(given)
-        return request.scope["state"]["request_id"]  # type: ignore[no-any-return]
 
     def _merge_sampling(self, fields: SamplingFields, **decided: Any) -> SamplingParams:
         """Return the values that the route `decided`, else those of `fields`, else the model's or OpenAI's defaults."""
@@ -224,10 +222,11 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
 
     async def stream(self, emit: Emit) -> None:
         """Generate, and emit the deltas as events while they come."""
-        options = self.body.stream_options or StreamOptions()
+        shows_usage, shows_usage_so_far = self._shown_usage()
         async with GenerationGroup(self.service, self.task, self._make_prompts) as group:
+            self.streamed_details = group.prompt_details
             # As in OpenAI's API: null in the events before the one that shows the usage.
-            self.usage = group.usage if options.continuous_usage_stats else None if options.include_usage else UNSET
+            self.usage = group.usage if shows_usage_so_far else None if shows_usage else UNSET
             async for generation, deltas in group.deltas():
                 for delta in deltas:
                     if delta.index not in generation.text_offsets:
@@ -236,9 +235,16 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
                             await emit(chunk)
                     elif not self._is_empty(delta):
                         await emit(self._chunk(generation, delta))
-        if options.include_usage:
+        if shows_usage:
             self.usage = group.usage
             await emit(self._make_chunk([]))
+
+    def _shown_usage(self) -> tuple[bool, bool]:
+        """Return whether the last event of a stream shows the usage, and whether all others do too."""
+        if self.service.forces_usage and self.can_show_usage:
+            return True, True
+        options = self.body.stream_options or StreamOptions()
+        return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)
 
     async def _prompt_logprobs(self, generation: Generation, k: int | None) -> PromptLogprobList | UnsetType:
         """Return the log-probabilities of the prompt for an answer; UNSET if `k`, the requested number, is None. -1

@@ -33,6 +33,7 @@ RoutedExpertsField = (
     Annotated[bytes, Meta(description="A .npy file of [num_tokens, num_moe_layers, top_k]; base64 in JSON.")]
     | RawRoutedExperts
     | UnsetType
+    | None
 )
 """Type of a choice's field. Bytes are base64 in JSON, and stay bytes in msgpack."""
 

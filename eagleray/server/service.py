@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from eagleray.client.client import Client
 from eagleray.client.text.generation_config import default_sampling
 from eagleray.client.text.tokenizer import Tokenizer
-from eagleray.config.resolve import local_ranks, served_names
+from eagleray.config.resolve import checkpoint_dir, local_ranks, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
 from eagleray.hub.locate import model_root
@@ -26,6 +26,7 @@ from eagleray.metrics.ledger import Ledger
 from eagleray.server.admission import Admission
 from eagleray.server.body import BodyDecoder
 from eagleray.server.field_fates import Fate
+from eagleray.server.fingerprint import system_fingerprint
 from eagleray.server.lenient_body import IgnoredFieldLog
 from eagleray.server.memory_return import MemoryReturn
 from eagleray.server.text_processor import TextProcessor
@@ -39,7 +40,10 @@ class Service:
     def __init__(self, client: Client, config: Config, ledger: Ledger) -> None:
         self.client = client
         self.model_names = served_names(config.model)
+        self.model_dir = str(checkpoint_dir(config.model))
         self.model_root = model_root(config.model)
+        """Model that was asked for: its id, or its directory."""
+        self._config = config
         self.memory_return = MemoryReturn()
         self.admission = Admission(client, config.serving)
         self._options = config.serving
@@ -52,6 +56,9 @@ class Service:
         self.ranks = local_ranks(config)
         """Ranks that requests may ask for."""
         self.default_sampling: dict[str, Any] = default_sampling(config.model)
+        self.shows_prompt_details = config.serving.enable_prompt_tokens_details
+        self.forces_usage = config.serving.enable_force_include_usage
+        self.response_role = config.serving.response_role
         self.default_template_variables = config.serving.default_chat_template_kwargs
         self.trusts_templates = config.serving.trust_request_chat_template
         self._ignored_log = IgnoredFieldLog()
@@ -75,6 +82,11 @@ class Service:
         """Version of eagleray. Looked up at the first use, because reading a distribution's metadata is slow."""
         return importlib.metadata.version("eagleray")
 
+    @functools.cached_property
+    def system_fingerprint(self) -> str:
+        """Fingerprint that answers show."""
+        return system_fingerprint(self._config, self.version)
+
     @property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of the model. Raises `InvalidRequest` if this server has none."""
@@ -86,8 +98,8 @@ class Service:
         """Raise `InvalidRequest` if this server has no tokenizer."""
         if self.client.tokenizer is None:
             raise InvalidRequest(
-                "this server runs without a tokenizer (its option `skip_tokenizer_init`): use token ids and "
-                "/inference/v1/generate"
+                "this server runs without a tokenizer (its option `skip_tokenizer_init`): use token ids on "
+                "/v1/completions, without `echo` and `logprobs`, or on /inference/v1/generate"
             )
 
     def body_decoder(self, kind: type[T], fates: Mapping[str, Fate] | None = None) -> BodyDecoder[T]:

@@ -100,10 +100,8 @@ class TextProcessor:
         `InvalidRequest` for a message that no template could show."""
         count = len(messages)
         if count > self._model_len:
-            raise PromptTooLong(
-                f"there are {count} messages, which cannot fit into the {self._model_len} tokens of the model's length "
-                "(option `max_model_len`): send fewer",
-                param="messages",
+            raise PromptTooLong.for_model(
+                f"{count} messages have more tokens than that", self._model_len, param="messages"
             )
         check_messages(messages)
 
@@ -168,10 +166,9 @@ class TextProcessor:
     def _check_chars(self, num_chars: int, max_tokens: int) -> None:
         longest = self._tokenizer.max_token_chars
         if num_chars > max_tokens * longest:
-            raise PromptTooLong(
-                f"a text of {num_chars} characters cannot fit into {self._explain_limit(max_tokens)}: no token stands "
-                f"for more than {longest} characters",
-                param="prompt",
+            raise self._too_long(
+                f"{num_chars} characters cannot be fewer tokens, because no token stands for more than {longest}",
+                max_tokens,
             )
 
     async def _check_tokens(self, text: str, max_tokens: int) -> None:
@@ -182,16 +179,16 @@ class TextProcessor:
             count = partial(self._tokenizer.count_tokens, text[start:end])
             num_tokens += await self._in_thread(self._tokenizing, count)
             if num_tokens > max_tokens + PIECE_MARGIN_TOKENS * num_pieces:
-                raise PromptTooLong(
-                    f"a text of {len(text)} characters, of which the first {end} have about {num_tokens} tokens, "
-                    f"cannot fit into {self._explain_limit(max_tokens)}",
-                    param="prompt",
+                raise self._too_long(
+                    f"the first {end} of its {len(text)} characters have about {num_tokens} tokens", max_tokens
                 )
 
-    def _explain_limit(self, max_tokens: int) -> str:
+    def _too_long(self, cause: str, max_tokens: int) -> PromptTooLong:
         if max_tokens == self._model_len:
-            return f"{max_tokens} tokens, the model's length (option `max_model_len`)"
-        return f"{max_tokens} tokens, the most that are taken at a time"
+            return PromptTooLong.for_model(cause, max_tokens)
+        return PromptTooLong(
+            f"the text is too long, because at most {max_tokens} tokens are taken at a time: {cause}", param="prompt"
+        )
 
     async def _in_thread(self, threads: ThreadPoolExecutor, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(threads, function)

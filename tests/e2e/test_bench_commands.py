@@ -74,7 +74,7 @@ def test_serve_failing_requests_are_counted_as_failures(server, tmp_path):
     )
     (failure,) = some["failures"]
     assert failure["kind"] == "HTTP 400"
-    assert "the model's length is 200 tokens" in failure["example"]
+    assert "maximum context length is 200 tokens" in failure["example"]
     assert some["num_completed"] + failure["count"] == 12 and some["num_completed"] > 0
     none = bench("serve", "--base-url", server.url, "--random-input-len", "300", "--num-warmups", "0")
     assert none.returncode == 1

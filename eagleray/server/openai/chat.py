@@ -109,28 +109,31 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
     async def _choice(
         self, generation: Generation, output: CompletionOutput, logprobs: ChatLogprobs | None
     ) -> ChatChoice:
+        experts = routed_experts(output, self.body.routed_experts_format)
         return ChatChoice(
             index=output.index,
-            message=ChatMessage(content=self._echo + output.text),
+            message=ChatMessage(role=self._role, content=self._echo + output.text),
             logprobs=logprobs,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
-            token_ids=output.token_ids if self.shows_token_ids else UNSET,
-            routed_experts=routed_experts(output, self.body.routed_experts_format),
+            token_ids=output.token_ids if self.shows_token_ids else None,
+            routed_experts=None if experts is UNSET else experts,
             weight_versions=weight_versions(output),
         )
 
     async def _response(self, group: GenerationGroup, choices: list[ChatChoice]) -> ChatResponse:
         (generation,) = group.generations
+        prompt_logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)
         return ChatResponse(
             id=self.id,
             created=self.created,
             model=self.model_name,
             choices=choices,
+            system_fingerprint=self.service.system_fingerprint,
             usage=group.usage,
-            prompt_logprobs=await self._prompt_logprobs(generation, self.task.params.prompt_logprobs),
-            prompt_token_ids=generation.prompt_token_ids if self.shows_token_ids else UNSET,
-            prompt_text=self._prompt_text,
+            prompt_logprobs=None if prompt_logprobs is UNSET else prompt_logprobs,
+            prompt_token_ids=generation.prompt_token_ids if self.shows_token_ids else None,
+            prompt_text=None if self._prompt_text is UNSET else self._prompt_text,
         )
 
     def _chunk(self, generation: Generation, delta: CompletionDelta) -> ChatChunk:
@@ -152,16 +155,25 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
     async def _first_chunks(self, generation: Generation, delta: CompletionDelta) -> AsyncIterator[ChatChunk]:
         chunk = self._chunk(generation, delta)
         first = chunk.choices[0].delta
-        first.role, first.content = "assistant", self._echo + delta.text
+        first.role, first.content = self._role, self._echo + delta.text
         if len(generation.text_offsets) == 1:  # the first event of all
             chunk.prompt_logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)
             chunk.prompt_text = self._prompt_text
-            if self.shows_token_ids:
-                chunk.prompt_token_ids = generation.prompt_token_ids
+            chunk.prompt_token_ids = generation.prompt_token_ids if self.shows_token_ids else None
         yield chunk
 
     def _make_chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        return ChatChunk(id=self.id, created=self.created, model=self.model_name, choices=choices, usage=self.usage)
+        chunk = ChatChunk(id=self.id, created=self.created, model=self.model_name, choices=choices, usage=self.usage)
+        if not choices or choices[0].finish_reason is not None:
+            chunk.system_fingerprint = self.service.system_fingerprint
+        return chunk
+
+    @property
+    def _role(self) -> str:
+        """Role of the answer: that of the last message, if the answer continues it."""
+        body = self.body
+        is_new = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+        return self.service.response_role if is_new else body.messages[-1]["role"]
 
 
 def _check_tools(body: ChatRequest) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+from msgspec import UNSET
+
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.field_fates import COMPLETION_FATES
-from eagleray.server.generation import Generation, weight_versions
+from eagleray.server.generation import Generation, GenerationGroup, weight_versions
 from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import CompletionLogprobs, LogprobsCollector, Position, completion_logprobs, slices
 from eagleray.server.openai.requests import CompletionRequest
@@ -37,11 +39,13 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
 
     def _sampling_params(self) -> SamplingParams:
         body = self.body
-        self.service.check_tokenizer()
         self._parts = _parts(body)
         self.num_prompts = len(self._parts)
         self.only_prompt = body.max_tokens == 0
         decided: dict[str, int | None] = {"logprobs": body.logprobs}
+        if self.service.client.tokenizer is None:
+            self._check_only_ids()
+            decided["detokenize"] = False
         if body.max_tokens is None:
             decided["max_tokens"] = DEFAULT_MAX_TOKENS
         if body.max_tokens == 0 and body.echo:
@@ -50,6 +54,12 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
             asked = (body.logprobs, body.prompt_logprobs or 0)
             decided["prompt_logprobs"] = -1 if -1 in asked else max(asked)
         return self._merge_sampling(body, **decided)
+
+    def _check_only_ids(self) -> None:
+        """Raise `InvalidRequest` if a part of the answer would be a text, and show token ids otherwise."""
+        if self.body.echo or self.body.logprobs is not None or not all(isinstance(part, list) for part in self._parts):
+            self.service.check_tokenizer()
+        self.shows_token_ids = True
 
     async def _make_prompts(self) -> list[Prompt]:
         prompts = []
@@ -83,7 +93,17 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
         choice = self._make_choice(generation, output)
         await self._show_prompt(generation, choice)
         choice.logprobs = logprobs
+        if choice.prompt_logprobs is UNSET:
+            choice.prompt_logprobs = None
+        if choice.routed_experts is UNSET:
+            choice.routed_experts = None
         return choice
+
+    async def _response(self, group: GenerationGroup, choices: list[CompletionChoice]) -> CompletionResponse:
+        response = self._make_chunk(choices)
+        response.system_fingerprint = self.service.system_fingerprint
+        response.service_tier = response.kv_transfer_params = None
+        return response
 
     def _chunk(self, generation: Generation, delta: CompletionDelta) -> CompletionResponse:
         choice = self._make_choice(generation, delta)
@@ -108,9 +128,12 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
         yield self._make_chunk([choice])
 
     def _make_chunk(self, choices: list[CompletionChoice]) -> CompletionResponse:
-        return CompletionResponse(
+        chunk = CompletionResponse(
             id=self.id, created=self.created, model=self.model_name, choices=choices, usage=self.usage
         )
+        if not choices or choices[0].finish_reason is not None:
+            chunk.system_fingerprint = self.service.system_fingerprint
+        return chunk
 
     def _make_choice(self, generation: Generation, part: CompletionDelta | CompletionOutput) -> CompletionChoice:
         choice = CompletionChoice(

@@ -1,4 +1,7 @@
-"""The answers of OpenAI's API, whole and as the events of a stream. Fields that are UNSET are left out."""
+"""The answers of OpenAI's API, whole and as the events of a stream. Fields that are UNSET are left out.
+
+As in vLLM, a whole answer has all its keys, with null for what was not asked for; an event has few.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the completion."""
-    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobList | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
     routed_experts: RoutedExpertsField = UNSET
     weight_versions: WeightVersionsField = UNSET
 
@@ -34,13 +37,21 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
+    service_tier: UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType = UNSET
+    """In a stream, only the last event of a choice and the one that shows the usage have it."""
     usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: UnsetType | None = UNSET
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    role: Literal["assistant"] = "assistant"
+    role: str
     content: str
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -49,8 +60,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    routed_experts: RoutedExpertsField = UNSET
+    token_ids: list[int] | None = None
+    routed_experts: RoutedExpertsField = None
     weight_versions: WeightVersionsField = UNSET
 
 
@@ -60,14 +71,17 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
+    service_tier: None = None
+    system_fingerprint: str
     usage: Usage
-    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_text: str | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobList | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
+    kv_transfer_params: None = None
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
-    role: Literal["assistant"] | UnsetType = UNSET
+    role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
@@ -77,7 +91,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
     routed_experts: RoutedExpertsField = UNSET
     weight_versions: WeightVersionsField = UNSET
 
@@ -88,9 +102,12 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
+    system_fingerprint: str | UnsetType = UNSET
+    """Only in the last event of a choice and in the one that shows the usage."""
     usage: Usage | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobList | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    """Only in the first event; null if they were not asked for."""
     prompt_text: str | UnsetType = UNSET
 
 
@@ -100,7 +117,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "eagleray"
     root: str
-    """Directory of the checkpoint, or of the adapter."""
+    """The model that was asked for, by its id or directory, or the adapter's directory."""
     parent: str | None = None
     """Name of the model that an adapter belongs to."""
     max_model_len: int | None

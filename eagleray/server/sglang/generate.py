@@ -162,6 +162,7 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
     response_type = list[SGLangCompletion]
     chunk_type = SGLangCompletion
     logprobs_type = SGLangLogprobs
+    can_show_usage = False
     field_names = FIELD_NAMES
 
     def _make_task(self, request: Request) -> GenerationTask:
@@ -246,7 +247,7 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
 
     async def _response(self, group: GenerationGroup, choices: list[SGLangCompletion]) -> list[SGLangCompletion]:
         for completion in choices:
-            completion.meta_info.cached_tokens = group.usage.prompt_tokens_details.cached_tokens
+            completion.meta_info.cached_tokens = group.prompt_details.cached_tokens
         return choices
 
     # The events of a stream.
@@ -295,8 +296,8 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
             cached_tokens=0,
             weight_version=self.service.client.state.weight_version,
         )
-        if self.usage:  # in a stream
-            meta_info.cached_tokens = self.usage.prompt_tokens_details.cached_tokens
+        if self.streamed_details is not None:
+            meta_info.cached_tokens = self.streamed_details.cached_tokens
         if part.weight_versions:
             meta_info.weight_versions = part.weight_versions
             meta_info.weight_version = part.weight_versions[-1].version

@@ -135,8 +135,6 @@ def split_batch(body: SGLangGenerateRequest, request_id: str) -> tuple[list[SGLa
     """
     prompts, is_batch = _prompts(body)
     num = len(prompts)
-    # Each event shows the number of cached tokens so far.
-    options = StreamOptions(continuous_usage_stats=True) if body.stream else None
     names = _request_names(body.rid, request_id, num, is_batch=is_batch)
     sampling = _for_each(body.sampling_params, num, "sampling_params")
     return_logprob = _for_each(body.return_logprob, num, "return_logprob")
@@ -163,7 +161,7 @@ def split_batch(body: SGLangGenerateRequest, request_id: str) -> tuple[list[SGLa
             priority=body.priority,
             cache_salt=body.cache_salt,
             timeout=body.timeout,
-            stream_options=options,
+            stream_options=None,
         )
         for index in range(num)
     ], is_batch

@@ -65,7 +65,7 @@ class SGLangServerInfoRoute(ServerInfoRoute):
         parallel, has_experts = config.parallel, config.parallel.enable_expert_parallel
         num_workers = parallel.world_size * parallel.data_parallel_size
         self._fields: dict[str, Any] = {
-            "model_path": service.model_root,
+            "model_path": service.model_dir,
             "tp_size": parallel.tensor_parallel_size,
             "pp_size": parallel.pipeline_parallel_size,
             "dp_size": parallel.data_parallel_size,
@@ -87,7 +87,7 @@ class SGLangServerInfoRoute(ServerInfoRoute):
 class SGLangStatusRoutes:
     def __init__(self, service: Service, config: Config) -> None:
         self._service = service
-        self._tokenizer_path = config.model.tokenizer or service.model_root
+        self._tokenizer_path = config.model.tokenizer or service.model_dir
 
     def endpoints(self) -> list[Endpoint]:
         loads = Operation(self.loads, "The requests of each engine.", response=Loads)
@@ -104,7 +104,7 @@ class SGLangStatusRoutes:
         info = service.client.engine_info
         return json_response(
             ModelInfo(
-                model_path=service.model_root,
+                model_path=service.model_dir,
                 tokenizer_path=self._tokenizer_path,
                 weight_version=service.client.state.weight_version,
                 architectures=[] if info is None else [info.architecture],

@@ -163,7 +163,9 @@ def test_tokenize_invalid_prompt_raises(prompt, expected):
 
 def test_tokenize_prompt_of_model_length_raises():
     assert len(BUILDER.tokenize(Prompt(token_ids=[5] * 63), INFO)) == 63
-    with pytest.raises(PromptTooLong, match=r"64 tokens.*length is 64 tokens.*at most 63"):
+    with pytest.raises(
+        PromptTooLong, match=r"context length is 64 tokens.*it has 64 tokens; shorten it to at most 63\.$"
+    ):
         BUILDER.tokenize(Prompt(token_ids=[5] * 64), INFO)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from server_fakes import SPEECH, serving
+from server_fakes import FINGERPRINT, SPEECH, serving
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hello"}
@@ -33,17 +33,25 @@ def test_chat_whole_answer_has_message_and_usage(api):
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": SPEECH, "refusal": None},
+                "message": {
+                    "role": "assistant",
+                    "content": SPEECH,
+                    **dict.fromkeys(["refusal", "annotations", "audio", "function_call", "reasoning"]),
+                },
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
+                "token_ids": None,
+                "routed_experts": None,
             }
         ],
+        "system_fingerprint": FINGERPRINT,
+        **dict.fromkeys(["service_tier", "prompt_logprobs", "prompt_token_ids", "kv_transfer_params"]),
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": len(api.speech) + 1,
             "total_tokens": num_prompt + len(api.speech) + 1,
-            "prompt_tokens_details": {"cached_tokens": 1},
+            "prompt_tokens_details": None,
         },
     }
 
@@ -57,7 +65,7 @@ def test_chat_stream_events_join_to_the_answer(api):
         "created": events[0]["created"],
         "model": "tiny",
     }
-    choice = {"index": 0, "logprobs": None, "stop_reason": None}
+    choice = {"index": 0, "logprobs": None, "stop_reason": None, "token_ids": None}
     first = choice | {"delta": {"role": "assistant", "content": "hello"}, "finish_reason": None}
     second = choice | {"delta": {"content": " world"}, "finish_reason": "length"}
     num_prompt = len(api.engine.requests[-1].prompt_token_ids)
@@ -65,12 +73,12 @@ def test_chat_stream_events_join_to_the_answer(api):
         "prompt_tokens": num_prompt,
         "completion_tokens": 2,
         "total_tokens": num_prompt + 2,
-        "prompt_tokens_details": {"cached_tokens": 1},
+        "prompt_tokens_details": None,
     }
     assert events == [
-        head | {"choices": [first], "usage": None},
-        head | {"choices": [second], "usage": None},
-        head | {"choices": [], "usage": usage},
+        head | {"choices": [first], "usage": None, "prompt_token_ids": None},
+        head | {"choices": [second], "usage": None, "system_fingerprint": FINGERPRINT},
+        head | {"choices": [], "usage": usage, "system_fingerprint": FINGERPRINT},
     ]
 
 
@@ -89,8 +97,12 @@ def test_chat_stream_first_event_of_each_choice_has_the_role(api):
 
 
 def test_chat_stream_with_continuous_usage_counts_up(api):
-    body = {"messages": [USER], "max_tokens": 2, "stream_options": {"continuous_usage_stats": True}}
-    assert [event["usage"]["completion_tokens"] for event in api.events(PATH, body)] == [1, 2]
+    body = {
+        "messages": [USER],
+        "max_tokens": 2,
+        "stream_options": {"continuous_usage_stats": True, "include_usage": True},
+    }
+    assert [event["usage"]["completion_tokens"] for event in api.events(PATH, body)] == [1, 2, 2]
 
 
 def test_chat_logprobs_have_bytes(api):

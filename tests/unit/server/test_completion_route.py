@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from server_fakes import SPEECH, serving
+from server_fakes import FINGERPRINT, SPEECH, serving
 
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.fields import SAMPLING_NAMES
@@ -32,12 +32,24 @@ def test_completions_whole_answer_has_text_and_usage(api):
         "id": "cmpl-mine",
         "object": "text_completion",
         "model": "tiny",
-        "choices": [{"index": 0, "text": SPEECH, "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "choices": [
+            {
+                "index": 0,
+                "text": SPEECH,
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+                **dict.fromkeys(["prompt_logprobs", "prompt_token_ids", "token_ids", "routed_experts"]),
+            }
+        ],
+        "service_tier": None,
+        "system_fingerprint": FINGERPRINT,
+        "kv_transfer_params": None,
         "usage": {
             "prompt_tokens": len(ids(api, "hello there")),
             "completion_tokens": len(api.speech) + 1,
             "total_tokens": len(ids(api, "hello there")) + len(api.speech) + 1,
-            "prompt_tokens_details": {"cached_tokens": 1},
+            "prompt_tokens_details": None,
         },
     }
     assert api.engine.requests[-1].prompt_token_ids == ids(api, "hello there")
@@ -47,10 +59,11 @@ def test_completions_stream_events_join_to_the_answer(api):
     events = api.events(PATH, {"prompt": "hello", "max_tokens": 2}, headers={"X-Request-Id": "mine"})
     created = events[0]["created"]
     head = {"id": "cmpl-mine", "object": "text_completion", "created": created, "model": "tiny"}
-    choice = {"index": 0, "logprobs": None, "stop_reason": None}
+    choice = {"index": 0, "logprobs": None, "stop_reason": None, "prompt_token_ids": None, "token_ids": None}
+    last = {"system_fingerprint": events[-1]["system_fingerprint"]}
     assert events == [
         head | {"choices": [choice | {"text": "hello", "finish_reason": None}]},
-        head | {"choices": [choice | {"text": " world", "finish_reason": "length"}]},
+        head | last | {"choices": [choice | {"text": " world", "finish_reason": "length"}]},
     ]
 
 
@@ -71,15 +84,27 @@ def test_completions_stream_with_usage_ends_with_it(api):
         "prompt_tokens": 1,
         "completion_tokens": 2,
         "total_tokens": 3,
-        "prompt_tokens_details": {"cached_tokens": 1},
+        "prompt_tokens_details": None,
     }
 
 
 @pytest.mark.parametrize("include_usage", [True, False])
-def test_completions_stream_with_continuous_usage_has_it_in_every_event(api, include_usage):
+def test_completions_continuous_usage_with_usage_is_in_every_event(api, include_usage):
     options = {"continuous_usage_stats": True, "include_usage": include_usage}
     events = api.events(PATH, {"prompt": "hello", "max_tokens": 2, "stream_options": options})
-    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 2][: 2 + include_usage]
+    shown = [event["usage"]["completion_tokens"] for event in events if "usage" in event]
+    assert shown == ([1, 2, 2] if include_usage else [])
+
+
+def test_completions_prompt_tokens_details_are_shown_by_option(checkpoint):
+    with serving(checkpoint, enable_prompt_tokens_details=True) as api:
+        assert complete(api)["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+def test_completions_forced_usage_is_in_every_event(checkpoint):
+    with serving(checkpoint, enable_force_include_usage=True) as api:
+        events = api.events(PATH, {"prompt": "hello", "max_tokens": 2})
+        assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 2]
 
 
 def test_completions_several_prompts_and_n_have_ordered_indices(api):
@@ -174,7 +199,7 @@ def test_completions_on_request_returns_token_ids_and_prompt_logprobs(api):
     assert first["prompt_token_ids"] == prompt
     assert first["prompt_logprobs"] == choice["prompt_logprobs"]
     assert (first["token_ids"], second["token_ids"]) == (api.speech[:1], api.speech[1:2])
-    assert "prompt_token_ids" not in second
+    assert second["prompt_token_ids"] is None
     assert "prompt_logprobs" not in second
 
 

@@ -22,7 +22,7 @@ def generate(api, token_ids=(5, 6, 7), **fields):
     return response.json()
 
 
-USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": None}
 
 
 HEAD = {"request_id": "mine", "model": "tiny", "output_mode": "tokens", "kv_transfer_params": None}
@@ -215,7 +215,8 @@ def test_generate_without_a_tokenizer_works(checkpoint):
         assert (text.status_code, text.json()["error"]["param"]) == (400, "output_mode")
         for path, body in [
             ("/v1/completions", {"prompt": "hello"}),
-            ("/v1/completions", {"prompt": [5, 6]}),
+            ("/v1/completions", {"prompt": [5, 6], "echo": True}),
+            ("/v1/completions", {"prompt": [5, 6], "logprobs": 0}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
             ("/tokenize", {"prompt": "hello"}),
             ("/detokenize", {"tokens": [5]}),
@@ -224,6 +225,8 @@ def test_generate_without_a_tokenizer_works(checkpoint):
             assert response.status_code == 400, path
             assert "skip_tokenizer_init" in response.json()["error"]["message"]
         assert len(api.engine.requests) == 1
+        (choice,) = api.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2}).json()["choices"]
+        assert (choice["token_ids"], choice["text"], choice["prompt_token_ids"]) == ([8, 9], "", [5, 6])
 
 
 @pytest.mark.parametrize(

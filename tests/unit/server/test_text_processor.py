@@ -43,17 +43,17 @@ def tokenized(monkeypatch):
 def test_completions_text_that_cannot_fit_is_not_tokenized(api, tokenized, stream):
     text = "x" * (64 * LONGEST)
     error = error_of(api.post("/v1/completions", {"prompt": text, "stream": stream}))
-    assert f"a text of {len(text)} characters cannot fit into 64 tokens" in error["message"]
-    assert "`max_model_len`" in error["message"]
+    assert "maximum context length is 64 tokens, prompt and output together" in error["message"]
+    assert f"The prompt is too long: {len(text)} characters cannot be" in error["message"]
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert tokenized == []
 
 
 def test_chat_conversation_that_cannot_fit_is_not_rendered(api, tokenized):
     error = error_of(api.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 65}))
-    assert "there are 65 messages" in error["message"] and error["param"] == "messages"
+    assert "too long: 65 messages have" in error["message"] and error["param"] == "messages"
     error = error_of(api.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 1000}]}))
-    assert "1000 characters cannot fit" in error["message"] and error["param"] == "messages"
+    assert "too long: 1000 characters cannot be" in error["message"] and error["param"] == "messages"
     assert tokenized == []
 
 
@@ -61,7 +61,7 @@ def test_completions_text_with_too_many_tokens_is_tokenized_in_part(api, tokeniz
     api.join(max_model_len=50_000)
     text = "a b c d " * 60_000
     error = error_of(api.post("/v1/completions", {"prompt": text}))
-    assert "of which the first 65536 have about" in error["message"]
+    assert "the first 65536 of its 480000 characters have about" in error["message"]
     assert tokenized == [65536]
 
 
@@ -69,7 +69,7 @@ def test_tokenize_takes_more_than_the_models_length_but_not_everything(api):
     text = "hello " * 10_000
     assert api.post("/tokenize", {"prompt": text}).json()["count"] > 1000
     error = error_of(api.post("/tokenize", {"prompt": "x" * 3_000_000}))
-    assert "131072 tokens, the most that are taken at a time" in error["message"]
+    assert "at most 131072 tokens are taken at a time" in error["message"]
     error = error_of(api.post("/detokenize", {"tokens": [1] * 140_000}))
     assert "at most 131072 are taken at a time" in error["message"]
 
