@@ -163,7 +163,6 @@ class LLMKeywords(EngineKeywords, total=False):
     enable_fault_tolerance: bool | None
     enable_flash_late_interaction: bool | None
     enable_flashinfer_autotune: bool | None
-    enable_force_include_usage: bool | None
     enable_hc_sp: bool | None
     enable_layerwise_nvtx_tracing: bool | None
     enable_log_deltas: bool | None
@@ -180,7 +179,6 @@ class LLMKeywords(EngineKeywords, total=False):
     enable_offline_docs: bool | None
     enable_per_request_metrics: bool | None
     enable_prompt_embeds: bool | None
-    enable_prompt_tokens_details: bool | None
     enable_reasoning: bool | None
     enable_request_id_headers: bool | None
     enable_scale_out: bool | None
@@ -311,7 +309,6 @@ class LLMKeywords(EngineKeywords, total=False):
     reasoning_parser_plugin: Any
     renderer_num_workers: Any
     replayssm_buffer_len: Any
-    response_role: Any
     return_sampling_mask: bool | None
     rope_scaling: Any
     rope_theta: Any

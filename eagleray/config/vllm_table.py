@@ -23,11 +23,11 @@ SWITCHES = _names(
     disable_nccl_for_dp_synchronization disable_sliding_window disable_uvicorn_access_log
     enable_auto_tool_choice enable_batch_sharded_sampling enable_chunked_prefill enable_cumem_allocator
     enable_dbo enable_elastic_ep enable_ep_weight_filter enable_fault_tolerance enable_flash_late_interaction
-    enable_flashinfer_autotune enable_force_include_usage enable_hc_sp enable_layerwise_nvtx_tracing
+    enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing
     enable_log_deltas enable_log_outputs enable_log_requests enable_logging_iteration_details
     enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint enable_mfu_metrics
     enable_mixed_moe_lora_format enable_mm_embeds enable_moe_shared_loras enable_nccl_comm_suspend
-    enable_offline_docs enable_per_request_metrics enable_prompt_embeds enable_prompt_tokens_details
+    enable_offline_docs enable_per_request_metrics enable_prompt_embeds
     enable_reasoning enable_request_id_headers enable_scale_out enable_server_load_tracking
     enable_shm_tensor_arena enable_sleep_mode enable_ssl_refresh enable_tokenizer_info_endpoint
     enable_tower_connector_lora enable_trace_replay enforce_eager exclude_tools_when_tool_choice_none
@@ -160,13 +160,11 @@ NO_EFFECT = {
         " trust_request_mm_kwargs ec_manager_config allowed_local_media_path allowed_media_domains"
         " disable_mm_preprocessor_cache"
     ),
-    "`trace_decode_token_ids` needs no option": "enable_trace_replay",
     "no metric is hidden": "show_hidden_metrics_for_version",
     "there is nothing to sample": "kv_cache_metrics_sample per_request_spec_decode_metrics",
     "there is no log of statistics": "disable_log_stats",
     "there is no log of accesses": "disable_uvicorn_access_log disable_access_log_for_endpoints",
     "requests and answers are not logged": "max_log_len enable_log_deltas disable_log_requests",
-    "`usage` always has `prompt_tokens_details`": "enable_prompt_tokens_details",
     "there are no models of Cohere": "cohere_is_reasoning_model cohere_format",
     "variables that are not known are ignored": "fail_on_environ_validation",
     "/inference/v1/generate is always served": "enable_scale_out",
@@ -198,9 +196,9 @@ REFUSED = {
         " structured_outputs_config guided_decoding_backend otlp_traces_endpoint collect_detailed_traces"
         " custom_histogram_buckets profiler_config log_config_file enable_log_requests enable_log_outputs"
         " log_error_stack uds middleware ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"
-        " enable_ssl_refresh enable_force_include_usage sse_keep_alive_interval enable_tokenizer_info_endpoint"
+        " enable_ssl_refresh sse_keep_alive_interval enable_tokenizer_info_endpoint"
         " max_num_queued_tokens long_prefill_token_threshold long_prefill_token_threshold_adaptive"
-        " fingerprint_value fingerprint_mode response_role model_loader_extra_config"
+        " fingerprint_value fingerprint_mode model_loader_extra_config"
     ),
     "not supported: no marks are put into texts": "watermark_config",
     "not supported: no supported model has such embeddings": "engram_config",
@@ -262,7 +260,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "structured_outputs_config": ({"backend": "auto"},),
     "guided_decoding_backend": ("auto",),
     "fingerprint_mode": ("full", "hash", "none"),
-    "response_role": ("assistant",),
 }
 """Values of refused options that mean "off", besides those of `is_off`."""
 

@@ -63,6 +63,7 @@ class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     thinking_token_budget: int | None = None
     trace_decode_token_ids: list[int] | None = None
     extra_args: dict[str, Any] | None = None
+    watermarking: bool | None = None
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from eagleray.client.client import Client
 from eagleray.client.text.generation_config import default_sampling
 from eagleray.client.text.tokenizer import Tokenizer
-from eagleray.config.resolve import checkpoint_dir, local_ranks, served_names
+from eagleray.config.resolve import local_ranks, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
-from eagleray.hub.locate import model_root
+from eagleray.hub.locate import checkpoint_dir, model_root
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.membership import EngineInfo
 from eagleray.metrics.exposition import Metrics

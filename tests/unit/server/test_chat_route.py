@@ -46,7 +46,7 @@ def test_chat_whole_answer_has_message_and_usage(api):
             }
         ],
         "system_fingerprint": FINGERPRINT,
-        **dict.fromkeys(["service_tier", "prompt_logprobs", "prompt_token_ids", "kv_transfer_params"]),
+        **dict.fromkeys(["service_tier", "prompt_logprobs", "prompt_token_ids", "prompt_text", "kv_transfer_params"]),
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": len(api.speech) + 1,
