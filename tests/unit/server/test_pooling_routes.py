@@ -179,7 +179,7 @@ def test_embeddings_dimensions_need_a_model_that_was_trained_for_them(embedder):
         ({"input": [[]]}, "needs at least one token"),
         ({"input": [1, [2]]}, "mixes token ids with whole prompts"),
         ({"input": [999999]}, "token id 999999 is out of range"),
-        ({"input": [1] * 65}, "the prompt has 65 tokens, but the model's length is 64 tokens: shorten it"),
+        ({"input": [1] * 65}, "length is 64 tokens. The prompt is too long: it has 65 tokens; shorten it"),
         ({"input": "a", "encoding_format": "bytes"}, "encoding_format"),
         ({"input": "a", "priority": 3}, "`priority` has no effect"),
     ],
