@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import signal
 import socket
 import time
@@ -12,18 +11,19 @@ from typing import Any
 
 import msgspec
 
+from eagleray.cli.listener import api_url, open_listener
 from eagleray.cli.options import server_config
 from eagleray.config.api_keys import with_api_keys
 from eagleray.config.flags import add_config_flags
 from eagleray.config.resolve import served_names
 from eagleray.config.sections import Config
-from eagleray.errors import ConfigError
 from eagleray.fleet.supervisor import Supervisor
 from eagleray.fleet.timeouts import FLUSH_SECONDS
 from eagleray.hub.prepare import prepare_model
 from eagleray.log import get_logger
 from eagleray.process.open_files import raise_open_files_limit
 from eagleray.server.connection_limit import SPARE_FILES, connection_limit
+from eagleray.server.tls import load_tls
 from eagleray.transport.runtime_dir import check_room
 
 logger = get_logger(__name__)
@@ -40,7 +40,6 @@ SECTIONS = (
     "observability",
     "serving",
 )
-BACKLOG = 2048
 
 API_SERVER_BYTES = 2**20
 """Space in the instance's directory for the counters of an API server."""
@@ -54,11 +53,12 @@ def run(arguments: argparse.Namespace) -> None:
     config = with_api_keys(server_config(arguments, sections=SECTIONS))
     open_files = raise_open_files_limit(needed=(config.serving.max_connections or 0) + SPARE_FILES)
     connection_limit(config.serving.max_connections, open_files=open_files)
-    # before processes start: a wrong name is an error at once, and a download takes as long as it takes
+    load_tls(config.serving)  # files that do not fit together are an error before processes start
+    # here, too: a wrong name is an error at once, and a download takes as long as it takes
     config = msgspec.structs.replace(config, model=prepare_model(config.model))
     if config.model.model is None:
         logger.info("no model was given: serving the embedded demo model, a toy of a few million parameters")
-    with _listen(config.serving.host, config.serving.port) as listener:
+    with open_listener(config.serving) as listener:
         asyncio.run(_serve(config, listener))
 
 
@@ -76,9 +76,8 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         serving = asyncio.create_task(supervisor.serving.wait())
         await _first(serving, supervisor.failed, stop_signal)
         if serving.done():
-            host, port = listener.getsockname()[:2]
-            name = served_names(config.model)[0]
-            logger.info("serving %s at http://%s:%d/v1 after %.1f s", name, host, port, time.monotonic() - start)
+            name, url = served_names(config.model)[0], api_url(listener, config.serving)
+            logger.info("serving %s at %s after %.1f s", name, url, time.monotonic() - start)
             await _first(supervisor.failed, stop_signal)
         serving.cancel()
         if supervisor.failed.done():
@@ -130,24 +129,3 @@ def _next_signal(*numbers: signal.Signals) -> asyncio.Future[None]:
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, on_signal)
     return stop
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return the listening socket. Raises `ConfigError` if the address is not available."""
-    with contextlib.ExitStack() as stack:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            listener = stack.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {reason}; choose another with `--host` and `--port`, "
-                "or `--port 0` for a free one"
-            ) from None
-        stack.pop_all()
-        return listener

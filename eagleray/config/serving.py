@@ -11,6 +11,8 @@ Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 SocketSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 
+Permissions = Annotated[str, Meta(pattern="^[0-7]{3}$")]
+
 JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
 """Options that are lists of texts, and whose flags take one of them or a JSON list."""
 
@@ -20,6 +22,17 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
+    uds: Annotated[
+        str | None,
+        Meta(description="Path of a Unix socket to listen on in place of `host` and `port`. It is removed at the end."),
+    ] = None
+    uds_mode: Annotated[
+        Permissions | None,
+        Meta(
+            description="Permissions of the Unix socket in octal digits, such as 660; who may write to it may connect. "
+            "Default: those that the umask leaves.",
+        ),
+    ] = None
     root_path: Annotated[
         str,
         Meta(description="Path under which a proxy shows this server, such as /llm; requests may come with it or not."),
@@ -158,6 +171,34 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         SocketSeconds,
         Meta(description="Seconds after which a connection is cut whose client takes nothing of its answer."),
     ] = 300.0
+    ssl_certfile: Annotated[
+        str | None,
+        Meta(
+            description="Serve HTTPS with the certificate in this file, in PEM format, followed by those of the "
+            "authorities between."
+        ),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None,
+        Meta(description="File with the private key of `ssl_certfile`, not encrypted. Default: the same file."),
+    ] = None
+    ssl_ca_certs: Annotated[
+        str | None, Meta(description="File with the certificates of the authorities that certify clients.")
+    ] = None
+    ssl_cert_reqs: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2,
+            description="Certificates of clients: 0 asks for none, 1 checks one that is sent, 2 demands one.",
+        ),
+    ] = 0
+    ssl_ciphers: Annotated[
+        str | None, Meta(description="Cipher suites of TLS 1.2, in OpenSSL's form. Default: those of Python.")
+    ] = None
+    enable_ssl_refresh: Annotated[
+        bool, Meta(description="Read the files of certificates again when they change, for new connections.")
+    ] = False
     allowed_origins: Annotated[
         list[str],
         Meta(

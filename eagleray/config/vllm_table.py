@@ -29,7 +29,7 @@ SWITCHES = _names(
     enable_mixed_moe_lora_format enable_mm_embeds enable_moe_shared_loras enable_nccl_comm_suspend
     enable_offline_docs enable_per_request_metrics enable_prompt_embeds
     enable_reasoning enable_request_id_headers enable_scale_out enable_server_load_tracking
-    enable_shm_tensor_arena enable_sleep_mode enable_ssl_refresh enable_tokenizer_info_endpoint
+    enable_shm_tensor_arena enable_sleep_mode enable_tokenizer_info_endpoint
     enable_tower_connector_lora enable_trace_replay enforce_eager exclude_tools_when_tool_choice_none
     fail_on_environ_validation fully_sharded_loras grpc headless interleave_mm_strings jit_monitor_verbose
     kv_cache_metrics kv_sharing_fast_prefill language_model_only log_error_stack
@@ -195,8 +195,7 @@ REFUSED = {
         "return_sampling_mask kv_transfer_config kv_events_config enable_elastic_ep elastic_ep_max_dp_size"
         " structured_outputs_config guided_decoding_backend otlp_traces_endpoint collect_detailed_traces"
         " custom_histogram_buckets profiler_config log_config_file enable_log_requests enable_log_outputs"
-        " log_error_stack uds middleware ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"
-        " enable_ssl_refresh sse_keep_alive_interval enable_tokenizer_info_endpoint"
+        " log_error_stack middleware sse_keep_alive_interval enable_tokenizer_info_endpoint"
         " max_num_queued_tokens long_prefill_token_threshold long_prefill_token_threshold_adaptive"
         " fingerprint_value fingerprint_mode model_loader_extra_config"
     ),

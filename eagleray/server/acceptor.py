@@ -12,13 +12,15 @@ import functools
 import mmap
 import os
 import socket
+import ssl
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from eagleray.log import get_logger
-from eagleray.server.connections import HttpConnections
+from eagleray.server.connections import Handshake, HttpConnections
 from eagleray.server.timeouts import (
     ACCEPT_IMPATIENT_SECONDS,
     ACCEPT_POLL_SECONDS,
@@ -27,8 +29,11 @@ from eagleray.server.timeouts import (
     KEEPALIVE_IDLE_SECONDS,
     KEEPALIVE_INTERVAL_SECONDS,
     NO_FILES_SECONDS,
+    RESERVED_SECONDS,
     STUCK_SERVER_SECONDS,
+    TLS_SHUTDOWN_SECONDS,
 )
+from eagleray.server.tls import Certificates
 
 logger = get_logger(__name__)
 
@@ -99,6 +104,7 @@ class Acceptor:
     """Accepts connections from `listener` between `start` and `close`. The caller closes `listener`.
 
     `make_protocol` makes a connection's protocol; its argument is whether the connection belongs to the reserve.
+    `certificates`: those with which connections are opened, if the server speaks HTTPS.
     """
 
     def __init__(
@@ -108,13 +114,16 @@ class Acceptor:
         make_protocol: Callable[[bool], asyncio.Protocol],
         connections: HttpConnections,
         counts: ConnectionCounts,
+        certificates: Certificates | None = None,
     ) -> None:
         self._listener = listener
+        self._certificates = certificates
         self._make_protocol = make_protocol
         self._connections = connections
         self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
+        self._handshakes: set[Handshake] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._yielding_since: float | None = None
         """Time since which this server leaves the next connection to another, or None if it does not."""
@@ -133,6 +142,8 @@ class Acceptor:
         if self._timer is not None:
             self._timer.cancel()
         self._connections.on_closed = None
+        for handshake in self._handshakes:
+            handshake.drop()
         self._counts.withdraw()
 
     def report(self) -> None:
@@ -187,11 +198,21 @@ class Acceptor:
             if error.errno in OUT_OF_FILES:
                 self._on_no_files(error)
         if accepted:
-            task = self._loop.create_task(self._open(accepted))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            context = None if self._certificates is None else self._certificates.context
+            if context is None:
+                self._start(self._open(accepted))
+            else:
+                for connection, is_within_limit in accepted:
+                    handshake = Handshake(connection, is_reserved=not is_within_limit)
+                    self._connections.begin_handshake(handshake)
+                    self._start(self._open_with_tls(handshake, context))
             self.report()
         return len(accepted)
+
+    def _start(self, opening: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(opening)
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
 
     def _on_no_files(self, error: OSError) -> None:
         self._connections.warn(
@@ -211,6 +232,30 @@ class Acceptor:
                 logger.debug("a connection was closed before it got a transport: %s", error)
                 connection.close()
                 self._connections.arriving -= is_within_limit
+
+    async def _open_with_tls(self, handshake: Handshake, context: ssl.SSLContext) -> None:
+        """Make the transport for one accepted socket, which lasts until the client has ended its part of the handshake,
+        or has taken too long for it."""
+        seconds = self._connections.options.header_timeout
+        protocol = self._make_protocol(handshake.is_reserved)
+        self._handshakes.add(handshake)
+        handshake.connection.setblocking(False)
+        try:
+            await self._loop.connect_accepted_socket(
+                functools.partial(_same, protocol),
+                handshake.connection,
+                ssl=context,
+                ssl_handshake_timeout=min(seconds, RESERVED_SECONDS) if handshake.is_reserved else seconds,
+                ssl_shutdown_timeout=TLS_SHUTDOWN_SECONDS,
+            )
+        except OSError as error:  # that of TLS is one too
+            logger.debug("a connection ended before its handshake did: %s", error)
+            handshake.connection.close()
+            self._connections.arriving -= not handshake.is_reserved
+            self.report()
+        finally:
+            self._handshakes.discard(handshake)
+            self._connections.end_handshake(handshake)
 
 
 def _same(protocol: asyncio.Protocol) -> asyncio.Protocol:

@@ -6,6 +6,8 @@ Owned by the server's event loop. The acceptor asks `admit` before each connecti
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
@@ -44,6 +46,19 @@ TRIM_BYTES = 2**24
 """Size of all unfinished requests from which on memory is given back to the system afterwards."""
 
 
+class Handshake:
+    """A connection in the handshake of TLS, which has no protocol yet. `is_reserved`: whether it is of the reserve."""
+
+    def __init__(self, connection: socket.socket, *, is_reserved: bool) -> None:
+        self.connection = connection
+        self.is_reserved = is_reserved
+
+    def drop(self) -> None:
+        """Have the handshake fail."""
+        with contextlib.suppress(OSError):  # the client has closed the connection
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
 class HttpConnections:
     """The connections in `state`, which uvicorn's protocols enter. `open_paths`: routes of the reserve.
 
@@ -70,17 +85,18 @@ class HttpConnections:
         self.now = 0.0
         """Seconds that the event loop has run, counted in ticks, so that time in which it was stuck is not charged to
         clients."""
-        self.waiting: dict[HttpProtocol, float] = {}
+        self.waiting: dict[HttpProtocol | Handshake, float] = {}
         """Connections without a request whose headers have arrived, with the time since which; the first waits
         longest."""
-        self.reserved: dict[HttpProtocol, None] = {}
+        self.reserved: dict[HttpProtocol | Handshake, None] = {}
         """Connections beyond the limit, oldest first."""
         self.unfinished_bytes = 0
         """Bytes of all requests that have not arrived completely."""
         self._most_unfinished_bytes = 0
         """Maximum of `unfinished_bytes` since memory was given back."""
         self.arriving = 0
-        """Number of connections within the limit that were accepted and have no transport yet."""
+        """Number of connections that were accepted and have no transport yet, without those of the reserve that are
+        not in a handshake."""
         self.on_closed: Callable[[], None] | None = None
         """Called when a connection has been closed."""
         shortest = min(options.header_timeout, options.body_timeout, options.keep_alive_timeout)
@@ -111,6 +127,20 @@ class HttpConnections:
             self._drop_reserved()
         return False
 
+    def begin_handshake(self, handshake: Handshake) -> None:
+        """Count a connection that was admitted and begins a handshake of TLS as one that waits for a request."""
+        if handshake.is_reserved:
+            self.arriving += 1
+            self.reserved[handshake] = None
+        else:
+            self.waiting[handshake] = self.now
+
+    def end_handshake(self, handshake: Handshake) -> None:
+        """Stop counting a handshake; the protocol, if it was made, counts the connection itself."""
+        self.waiting.pop(handshake, None)
+        self.reserved.pop(handshake, None)
+        self.arriving -= handshake.is_reserved
+
     def free_one(self) -> bool:
         """Close a connection that can be spared. Return whether one was found."""
         return self._drop_waiting() or self._drop_reserved()
@@ -138,7 +168,7 @@ class HttpConnections:
             retry_after=FULL_RETRY_SECONDS,
         )
 
-    def forget(self, connection: HttpProtocol) -> None:
+    def forget(self, connection: HttpProtocol | Handshake) -> None:
         """Stop counting a connection that is closed, or about to be."""
         self.waiting.pop(connection, None)
         self.reserved.pop(connection, None)
@@ -188,6 +218,6 @@ class HttpConnections:
             self._most_unfinished_bytes = self.unfinished_bytes
             malloc_trim()
 
-    def _drop(self, connection: HttpProtocol) -> None:
+    def _drop(self, connection: HttpProtocol | Handshake) -> None:
         self.forget(connection)
-        connection.transport.close()  # the client still gets the rest of its last answer
+        connection.drop()

@@ -30,11 +30,12 @@ from eagleray.server.connections import HttpConnections
 from eagleray.server.endpoint import RequestMiddleware
 from eagleray.server.http_protocol import HttpProtocol
 from eagleray.server.timeouts import DRAIN_POLL_SECONDS, FLUSH_SECONDS
+from eagleray.server.tls import Certificates
 from eagleray.transport.runtime_dir import no_room
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our acceptor and protocol.
+    """uvicorn's server with our acceptor and protocol. Raises `ConfigError` for certificates that do not fit.
 
     It handles no signals, because the supervisor decides when it stops, and how long requests may take then.
     """
@@ -60,6 +61,7 @@ class _Server(uvicorn.Server):
             open_paths=app.open_paths,
             count_refusal=app.count_refusal,
         )
+        self._certificates = Certificates(options)
         self._acceptor: Acceptor | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -74,10 +76,16 @@ class _Server(uvicorn.Server):
             make_protocol=lambda is_reserved: HttpProtocol(self.config, self._connections, is_reserved=is_reserved),
             connections=self._connections,
             counts=self._counts,
+            certificates=self._certificates,
         )
         self._acceptor.start()
-        self._watching = asyncio.create_task(self._connections.watch(self._acceptor.report))
+        self._watching = asyncio.create_task(self._connections.watch(self._on_tick))
         self.started = True
+
+    def _on_tick(self) -> None:
+        assert self._acceptor is not None
+        self._acceptor.report()
+        self._certificates.refresh()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._acceptor is not None:

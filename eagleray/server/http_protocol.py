@@ -103,6 +103,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_lingering = False
         self._ignored_bytes = 0
         """Number of bytes that arrived after their request was answered or refused."""
+        self._is_unix = False
+        self._unsent_bytes = 0
+        self._unsent_since = 0.0
+        """Time since which the number of unsent bytes is the same."""
 
     @property
     def _is_answered(self) -> bool:
@@ -111,6 +115,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._is_unix = self.server is not None and self.server[1] is None
         self._since = self._shared.now
         if self._is_reserved:
             self._shared.reserved[self] = None
@@ -123,7 +128,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._set_unfinished(0)
         super().connection_lost(exc)
 
+    def drop(self) -> None:
+        """Close the connection; the client still gets the rest of its last answer."""
+        self.transport.close()
+
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():  # TLS still reads until the client has said that it closes, too
+            return
         if self._phase is ReadPhase.BODY and not self.cycle.response_complete:
             self._since = self._shared.now
         while data and not self._is_refused:
@@ -200,6 +211,8 @@ class HttpProtocol(HttpToolsProtocol):
     def check_time(self) -> None:
         """Refuse or close the connection if the next part of a request is late."""
         now = self._shared.now
+        if self._is_unix:
+            self._check_sending(now)
         if self.transport.is_closing():
             return
         passed = now - self._since
@@ -218,6 +231,14 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(_late_body(self._options.body_timeout))
         elif self._is_answered and passed > self._idle_timeout:
             self.transport.close()
+
+    def _check_sending(self, now: float) -> None:
+        """Cut a connection whose client reads nothing of its answer. For TCP the kernel does that."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent == 0 or unsent != self._unsent_bytes:
+            self._unsent_bytes, self._unsent_since = unsent, now
+        elif now - self._unsent_since > self._options.send_timeout:
+            self.transport.abort()
 
     def _parse(self, data: bytes) -> bytes:
         """Parse the beginning of `data`. Return the rest."""
@@ -331,7 +352,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_lingering = True
         self._since = self._shared.now
         self.flow.resume_reading()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot: a client knows by its length that the answer is complete
+            self.transport.write_eof()
 
     def _wait_for_request(self) -> None:
         """Enter this connection into `waiting`, from which it may be closed for others, if it has no request."""

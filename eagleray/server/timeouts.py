@@ -53,6 +53,9 @@ LINGER_SECONDS = 2.0
 """Time in which a client that was refused may still send. A socket that is closed with unread bytes is reset, and the
 client might never see the answer."""
 
+TLS_SHUTDOWN_SECONDS = 1.0
+"""Time in which a client of HTTPS may reply that it closes, too, before its connection is cut."""
+
 # Work in the event loop
 
 INLINE_RENDER_SECONDS = 0.05

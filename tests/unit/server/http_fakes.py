@@ -45,6 +45,9 @@ class FakeTransport:
         assert not self.has_sent_eof
         self.written += data
 
+    def can_write_eof(self) -> bool:
+        return True
+
     def write_eof(self) -> None:
         self.has_sent_eof = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 from contextlib import closing
 
 import pytest
@@ -144,10 +145,16 @@ def test_connection_counts_of_a_replacement_start_anew(counts, tmp_path, clock):
         assert counts[1].least_of_others() == 0
 
 
+class AnyCertificates:
+    """Certificates for handshakes that no client begins."""
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+
 class Servers:
     """Acceptors of one listening socket, in one event loop."""
 
-    def __init__(self, runner, listener, counts) -> None:
+    def __init__(self, runner, listener, counts, certificates=None) -> None:
         self.servers = [HttpServer(runner) for _ in counts]
         self._runner = runner
         self._clients: list[socket.socket] = []
@@ -161,6 +168,7 @@ class Servers:
                     make_protocol=server.protocol,
                     connections=server.connections,
                     counts=one,
+                    certificates=certificates,
                 )
                 for server, one in zip(self.servers, counts, strict=True)
             ]
@@ -181,7 +189,9 @@ class Servers:
     def connect(self, number: int) -> None:
         """Open `number` connections at once, and wait until they are accepted."""
         for _ in range(number):
-            self._clients.append(socket.create_connection(self.listener.getsockname()))
+            client = socket.socket(self.listener.family)
+            client.connect(self.listener.getsockname())
+            self._clients.append(client)
 
         async def accepted() -> None:
             async with asyncio.timeout(10):
@@ -209,17 +219,28 @@ class Servers:
 @pytest.fixture
 def make_servers(tmp_path):
     """A function that starts servers; only the indices in `accepting` have an acceptor."""
-    with asyncio.Runner() as runner, socket.create_server(("127.0.0.1", 0), backlog=200) as listener:
+    with (
+        asyncio.Runner() as runner,
+        socket.create_server(("127.0.0.1", 0), backlog=200) as port,
+        socket.socket(socket.AF_UNIX) as unix,
+    ):
+        unix.bind(str(tmp_path / "s"))
+        unix.listen(200)
         started = []
         opened = []
 
-        def make(accepting, num_servers):
+        def make(accepting, num_servers, kind="port"):
             counts = [
                 ConnectionCounts(tmp_path / "connections", server=index, num_servers=num_servers)
                 for index in range(num_servers)
             ]
             opened.extend(counts)
-            servers = Servers(runner, listener, [counts[index] for index in accepting])
+            servers = Servers(
+                runner,
+                unix if kind == "unix" else port,
+                [counts[index] for index in accepting],
+                AnyCertificates() if kind == "https" else None,
+            )
             started.append(servers)
             return servers, counts
 
@@ -230,9 +251,10 @@ def make_servers(tmp_path):
             one.close()
 
 
+@pytest.mark.parametrize("kind", ["port", "unix", "https"])
 @pytest.mark.parametrize("num_servers", [2, 4])
-def test_acceptors_of_one_socket_spread_connections_evenly(make_servers, num_servers):
-    servers, _ = make_servers(range(num_servers), num_servers)
+def test_acceptors_of_one_socket_spread_connections_evenly(make_servers, num_servers, kind):
+    servers, _ = make_servers(range(num_servers), num_servers, kind)
     servers.connect(48)
     share = 48 // num_servers
     assert all(abs(count - share) <= 2 for count in servers.counts), servers.counts

@@ -2,104 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
+import httpx
+import openai
 import pytest
-import uvicorn
-import uvloop
-from uvicorn.server import ServerState
+from socket_server import SECONDS, SocketServer, error_of, read_all
 
+from eagleray.cli.listener import open_listener
 from eagleray.config.build import build_config
-from eagleray.server.acceptor import Acceptor, ConnectionCounts
-from eagleray.server.connections import HttpConnections
-from eagleray.server.http_protocol import HttpProtocol
+from eagleray.server.key_check import comes_from_this_host
 
-SECONDS = 20.0
 OPTIONS = {"header_timeout": 0.4, "body_timeout": 0.4, "keep_alive_timeout": 0.4, "send_timeout": 1.0}
 
 
-class Server:
-    """A server in a thread of its own. `/endless` writes without end; other paths answer "ok"."""
-
-    def __init__(self, path) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.counts = ConnectionCounts(path, server=0, num_servers=1)
-        self.has_ended = threading.Event()
-        """Set when an endless answer has ended."""
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()))
-        self._thread.start()
-        assert self._started.wait(SECONDS)
-
-    async def _serve(self) -> None:
-        config = uvicorn.Config(
-            self._app, interface="asgi3", lifespan="off", ws="none", log_config=None, access_log=False
-        )
-        config.load()
-        options = build_config(**OPTIONS).serving
-        connections = HttpConnections(
-            options, ServerState(), open_files=1024, open_paths=[], count_refusal=lambda status: None
-        )
-        acceptor = Acceptor(
-            self.listener,
-            make_protocol=lambda is_reserved: HttpProtocol(config, connections, is_reserved=is_reserved),
-            connections=connections,
-            counts=self.counts,
-        )
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        acceptor.start()
-        watching = asyncio.create_task(connections.watch(acceptor.report))
-        self._started.set()
-        await self._stop.wait()
-        acceptor.close()
-        watching.cancel()
-
-    async def _app(self, scope, receive, send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        if scope["path"] == "/endless":
-            disconnected = asyncio.create_task(self._disconnected(receive))
-            while not disconnected.done():
-                await send({"type": "http.response.body", "body": b"x" * 100_000, "more_body": True})
-                await asyncio.sleep(0)
-            self.has_ended.set()
-        await send({"type": "http.response.body", "body": b"ok"})
-
-    async def _disconnected(self, receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(self.listener.getsockname(), timeout=SECONDS)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(SECONDS)
-        self.counts.close()
-        self.listener.close()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server") / "connections")
+@pytest.fixture(scope="module", params=["port", "unix"])
+def server(request, tmp_path_factory) -> Iterator[SocketServer]:
+    directory = tmp_path_factory.mktemp("server")
+    if request.param == "port":
+        listener = socket.create_server(("127.0.0.1", 0))
+    else:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(directory / "s"))
+        listener.listen()
+    server = SocketServer(listener, directory / "connections", **OPTIONS)
     yield server
     server.close()
-
-
-def read_all(client: socket.socket) -> bytes:
-    data = b""
-    while more := client.recv(65536):
-        data += more
-    return data
-
-
-def error_of(answer: bytes) -> str:
-    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]
 
 
 def test_client_that_sends_without_reading_gets_its_refusal(server):
@@ -137,3 +68,17 @@ def test_client_that_reads_nothing_is_disconnected(server):
     with server.connect() as client:
         client.sendall(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
         assert server.has_ended.wait(SECONDS)
+
+
+def test_openai_client_reaches_a_unix_socket(tmp_path):
+    with open_listener(build_config(uds=str(tmp_path / "s")).serving) as listener:
+        server = SocketServer(listener.dup(), tmp_path / "connections")
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(tmp_path / "s")), timeout=SECONDS) as http:
+                client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)
+                assert [model.id for model in client.models.list()] == ["tiny"]
+                scope = http.get("http://localhost/scope").json()
+            assert (scope["client"], scope["server"]) == (None, [str(tmp_path / "s"), None])
+            assert comes_from_this_host(scope)
+        finally:
+            server.close()
