@@ -1,8 +1,9 @@
-"""Treatment of the fields that programs send to /v1/completions and /v1/chat/completions without an effect here.
+"""Treatment of the fields that programs send to routes that generate, without an effect here.
 
-A field has an effect if the struct of the body has it (`openai/requests.py`); every other field that is known by name
-has a row in one of the tables of this module, and a field without a row is reported as ignored. A new feature moves its
-fields from here into the struct. The document /openapi.json takes its descriptions of such fields from here too.
+A field has an effect if the struct of the body has it (`openai/requests.py`, `generate.py`); every other field that is
+known by name has a row in one of the tables of this module, and a field without a row is reported as ignored. A new
+feature moves its fields from here into the struct. The document /openapi.json takes its descriptions of such fields
+from here too.
 """
 
 from __future__ import annotations
@@ -152,3 +153,37 @@ CHAT_FATES: Mapping[str, Fate] = {
     "suffix": refused(SUFFIX, ""),
 }
 """Table of /v1/chat/completions."""
+
+PROMPT_SCORES = Feature("scores of given ids at positions of the prompt", "leave it out; `prompt_logprobs` is there")
+
+TEXT_PROMPTS = Feature("texts on this route", "send `token_ids`, or a text to /v1/completions")
+
+GENERATE_FATES: Mapping[str, Fate] = {
+    **dict.fromkeys(("prompt", "messages"), refused(TEXT_PROMPTS)),
+    "features": refused(MEDIA, {}),
+    "content_parts": refused(MEDIA, []),
+    **dict.fromkeys(("token_offsets", "assistant_tokens_mask", "reasoning_ended", "reasoning_parser_kwargs"), ACCEPTED),
+    "kv_transfer_params": refused(TRANSFER, {}),
+    "ec_transfer_params": refused(TRANSFER, {}),
+    **{
+        f"sampling_params.{name}": ACCEPTED
+        for name in (
+            "spaces_between_special_tokens",
+            "output_kind",
+            "output_text_buffer_length",
+            "skip_clone",
+            "flat_logprobs",
+        )
+    },
+    **{f"sampling_params.{name}": fate for name, fate in OTHER_ENGINES.items()},
+    "sampling_params.best_of": refused(BEST_OF, 1, equal_to="n"),
+    "sampling_params.use_beam_search": refused(BEAM_SEARCH, False),
+    "sampling_params.length_penalty": refused(BEAM_SEARCH, 1.0),
+    "sampling_params.prompt_logprob_token_ids": refused(PROMPT_SCORES, []),
+    "sampling_params.prompt_logprob_start": refused(PROMPT_SCORES, 0),
+    "sampling_params.structured_outputs": refused(STRUCTURED_OUTPUTS),
+    "sampling_params.thinking_token_budget": refused(THINKING_BUDGET, -1),
+    "sampling_params.extra_args": refused(PLUGINS, {}),
+    "sampling_params.watermarking": refused(WATERMARK, False),
+}
+"""Table of /inference/v1/generate, with the paths of the fields."""

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
-from eagleray.messages.sampling import RequestOutputKind, SamplingParams
-from eagleray.server.body import EmptyObject, Null
+from eagleray.messages.sampling import SamplingParams
+from eagleray.server.field_fates import GENERATE_FATES
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions, Timeout
 from eagleray.server.generation import Generation, GenerationGroup, Usage, WeightVersionsField
 from eagleray.server.generation_route import ParsedRequest
@@ -48,22 +48,13 @@ class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True)
         int | None,
         Meta(description="Report each token and this many likeliest; 0: the token alone, -1: the whole vocabulary."),
     ] = None
-    spaces_between_special_tokens: bool | None = None
     skip_reading_prefix_cache: Annotated[
         bool | None, Meta(description="Compute the whole prompt even if the prefix cache has a part of it.")
     ] = None
-    output_kind: Annotated[
-        RequestOutputKind | None, Meta(description="No effect: `stream` decides between one answer and events.")
+    trace_decode_token_ids: Annotated[
+        list[int] | None,
+        Meta(description="Generate these tokens, and report what the model thinks of them. The last one is the end."),
     ] = None
-    skip_clone: bool | None = None
-    flat_logprobs: bool | None = None
-    prompt_logprob_token_ids: list[int] | None = None
-    prompt_logprob_start: int | None = None
-    structured_outputs: Null = None
-    thinking_token_budget: int | None = None
-    trace_decode_token_ids: list[int] | None = None
-    extra_args: dict[str, Any] | None = None
-    watermarking: bool | None = None
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -85,11 +76,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     output_mode: Annotated[
         OutputMode | None, Meta(description="tokens (default): token ids alone. text: a text beside them.")
     ] = None
-    features: Null = None
-    assistant_tokens_mask: Null = None
-    token_offsets: Null = None
-    kv_transfer_params: EmptyObject = None
-    ec_transfer_params: EmptyObject = None
+    return_token_ids: Annotated[
+        bool | None, Meta(description="Also give the token ids of the prompt. Those of the completions always come.")
+    ] = None
 
 
 class GenerateChoice(msgspec.Struct, kw_only=True):
@@ -105,8 +94,9 @@ class GenerateChoice(msgspec.Struct, kw_only=True):
     ] = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    routed_experts: RoutedExpertsField = UNSET
+    routed_experts: RoutedExpertsField | None = UNSET
     weight_versions: WeightVersionsField = UNSET
+    sampling_mask: UnsetType | None = UNSET
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
@@ -117,10 +107,19 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     created: int
     output_mode: OutputMode
     choices: list[GenerateChoice]
-    prompt_logprobs: PromptLogprobList | None = None
     usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobList | None = None
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
     kv_transfer_params: None = None
+    # Fields of vLLM's whole answers, for features that do not exist here.
+    prompt_token_id_logprobs: UnsetType | None = UNSET
+    mm_placeholders: UnsetType | None = UNSET
+    metrics: UnsetType | None = UNSET
+    ec_transfer_params: UnsetType | None = UNSET
 
+
+WHOLE_NAMES = ("prompt_token_ids", "prompt_token_id_logprobs", "mm_placeholders", "metrics", "ec_transfer_params")
+"""Fields that events do not have and whole answers have as null."""
 
 OWN_NAMES = tuple(GenerateSampling.__annotations__)
 """Fields of `SamplingParams` that only this route has."""
@@ -137,9 +136,11 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
     logprobs_type: type[msgspec.Struct] = GenerateLogprobs
     gives_msgpack = True
     field_names = FIELD_NAMES
+    fates = GENERATE_FATES
 
     def __init__(self, service: Service, body: GenerateRequest, request: Request) -> None:
         super().__init__(service, body, request)
+        self.shows_token_ids = True  # those of completions; `return_token_ids` is about the prompt
         if self._shows_text:
             self.logprobs_type = ChatLogprobs
 
@@ -188,6 +189,8 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
 
     async def _response(self, group: GenerationGroup, choices: list[GenerateChoice]) -> GenerateResponse:
         response = self._make_chunk(choices)
+        for name in WHOLE_NAMES:
+            setattr(response, name, None)
         await self._show_prompt(group.generations[0], response)
         return response
 
@@ -214,6 +217,8 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
     async def _show_prompt(self, generation: Generation, response: GenerateResponse) -> None:
         logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)
         response.prompt_logprobs = None if logprobs is UNSET else logprobs
+        if self.body.return_token_ids:
+            response.prompt_token_ids = generation.prompt_token_ids
 
     def _make_choice(self, part: CompletionDelta | CompletionOutput, logprobs: AnyLogprobs | None) -> GenerateChoice:
         choice = GenerateChoice(
@@ -225,6 +230,8 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
         )
         if part.weight_versions is not None:
             choice.weight_versions = part.weight_versions
+        if isinstance(part, CompletionOutput):
+            choice.routed_experts = choice.sampling_mask = None
         if self._shows_text:
             choice.text = part.text
         if part.routed_experts is not None:

@@ -31,9 +31,12 @@ HEAD = {"request_id": "mine", "model": "tiny", "output_mode": "tokens", "kv_tran
 def test_generate_whole_answer_has_token_ids(api):
     answer = generate(api, sampling_params={"max_tokens": 2})
     choice = {"index": 0, "token_ids": api.speech[:2], "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    choice |= {"routed_experts": None, "sampling_mask": None}
     choice["weight_versions"] = [{"version": "default", "start": 0, "end": 2}]
     assert answer.pop("created") > 10**9
-    assert answer == HEAD | {"choices": [choice], "prompt_logprobs": None, "usage": USAGE}
+    absent = {"prompt_token_ids", "prompt_token_id_logprobs", "mm_placeholders", "metrics", "ec_transfer_params"}
+    head = HEAD | dict.fromkeys(absent)
+    assert answer == head | {"choices": [choice], "prompt_logprobs": None, "usage": USAGE}
     assert api.engine.requests[-1].prompt_token_ids == [5, 6, 7]
     assert generate(api, request_id="other")["request_id"] == "other"
 
@@ -63,7 +66,7 @@ def test_generate_logprobs_name_tokens_by_id(api):
     assert answer["choices"][0]["logprobs"] == {"content": [{**chosen, "top_logprobs": top}]}
     assert [position and list(position) for position in answer["prompt_logprobs"]] == [None, ["6", "7"], ["7", "8"]]
     (event,) = api.events(PATH, {"token_ids": [5, 6, 7], "sampling_params": params})
-    assert event["choices"] == answer["choices"]
+    assert answer["choices"] == [event["choices"][0] | {"routed_experts": None, "sampling_mask": None}]
     assert event["prompt_logprobs"] == answer["prompt_logprobs"]
 
 
@@ -194,6 +197,81 @@ def test_generate_output_mode_text_adds_the_text(api):
     assert "".join(event["choices"][0]["text"] for event in events) == "hello world"
 
 
+# As vLLM 0.32 sends its own class: `GenerateRequest(...).model_dump(mode="json")`.
+DUMPED = {
+    "request_id": "b34c082e8b83fb71",
+    "token_ids": [5, 6, 7],
+    "token_offsets": None,
+    "features": None,
+    "content_parts": None,
+    "sampling_params": {
+        "stop": [],
+        "stop_token_ids": [],
+        "max_tokens": 2,
+        "logprobs": 1,
+        "bad_words": [],
+        "skip_reading_prefix_cache": False,
+    },
+    "model": "tiny",
+    "reasoning_ended": None,
+    "reasoning_parser_kwargs": None,
+    "return_token_ids": None,
+    "output_mode": "tokens",
+    "stream": False,
+    "stream_options": None,
+    "cache_salt": None,
+    "priority": 0,
+    "kv_transfer_params": None,
+    "ec_transfer_params": None,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"output_mode": "text", "return_token_ids": True},
+        {"token_offsets": [[0, 1], [1, 2], [2, 3]], "reasoning_ended": True},
+        {"sampling_params": {"output_kind": 2, "skip_clone": True, "flat_logprobs": False, "extra_args": {}}},
+        {"sampling_params": {"output_text_buffer_length": 0, "prompt_logprob_token_ids": None, "detokenize": True}},
+    ],
+)
+def test_generate_what_vllm_sends_is_accepted(api, fields):
+    response = api.post(PATH, DUMPED | fields)
+    assert response.status_code == 200, response.text
+    assert "x-eagleray-ignored" not in response.headers
+    assert response.json()["request_id"] == DUMPED["request_id"]
+
+
+def test_generate_unknown_fields_are_ignored_and_named(api):
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": "2", "nobody": 1}, "tag": "x"}
+    response = api.post(PATH, body)
+    assert response.headers["x-eagleray-ignored"] == "sampling_params.nobody, tag"
+    assert len(response.json()["choices"][0]["token_ids"]) == 2
+
+
+def test_generate_return_token_ids_shows_the_prompt(api):
+    assert generate(api, return_token_ids=True)["prompt_token_ids"] == [5, 6, 7]
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2}, "return_token_ids": True}
+    events = api.events(PATH, body)
+    assert [event.get("prompt_token_ids") for event in events] == [[5, 6, 7], None]
+    assert all(event["choices"][0]["token_ids"] for event in events)
+
+
+def test_generate_given_tokens_reach_the_engine(api):
+    generate(api, sampling_params={"trace_decode_token_ids": [8, 9, 8], "logprobs": 0, "stop_token_ids": [8]})
+    message = api.engine.requests[-1]
+    assert message.sampling.forced_token_ids == (8, 9, 8)
+    assert (message.stopping.max_tokens, message.stopping.stop_token_ids) == (3, ())
+
+
+def test_generate_several_reasons_are_named_in_one_error(api):
+    params = {"temperature": -1, "structured_outputs": {"json": {}}}
+    error = api.post(PATH, {"token_ids": [5], "sampling_params": params}).json()["error"]
+    assert (error["param"], error["code"]) == ("sampling_params.structured_outputs", "unsupported_parameter")
+    assert "`temperature`" in error["message"]
+
+
 def test_generate_stop_string_ends_the_token_ids(api):
     choice = generate(api, sampling_params={"stop": [" world"]})["choices"][0]
     assert (choice["token_ids"], choice["stop_reason"]) == (api.speech[:2], " world")
@@ -234,12 +312,18 @@ def test_generate_without_a_tokenizer_works(checkpoint):
     [
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": [320]}, "token_ids"),
-        ({"token_ids": ["5"]}, "token_ids[0]"),
+        ({"token_ids": ["five"]}, "token_ids[0]"),
+        ({"token_ids": [-1]}, "token_ids"),
         ({"token_ids": [5] * 64}, "token_ids"),
         ({"token_ids": None}, "token_ids"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_params": {"logprobs": 21}}, "sampling_params.logprobs"),
-        ({"sampling_params": {"n": "2"}}, "sampling_params.n"),
+        ({"sampling_params": {"n": "two"}}, "sampling_params.n"),
+        ({"sampling_params": {"prompt_logprob_token_ids": [[1, 2]]}}, "sampling_params.prompt_logprob_token_ids"),
+        ({"sampling_params": {"trace_decode_token_ids": [320]}}, "sampling_params.trace_decode_token_ids"),
+        ({"sampling_params": {"trace_decode_token_ids": [1], "n": 2}}, "sampling_params.n"),
+        ({"sampling_params": {"guided_json": {}}}, "sampling_params.guided_json"),
+        ({"features": {"mm_hashes": {}}}, "features"),
         ({"sampling_params": {"stop_token_ids": [999]}}, "sampling_params.stop_token_ids"),
         ({"sampling_params": {"best_of": 2}}, "sampling_params.best_of"),
         ({"sampling_params": {"extra_args": {"a": 1}}}, "sampling_params.extra_args"),

@@ -137,10 +137,10 @@ def test_generate_large_answer_as_msgpack_equals_json(wide):
 def test_large_answer_when_the_client_leaves_is_not_formatted(wide, monkeypatch):
     api, formatted = wide, 0
 
-    def count(*_):
+    def count(*arguments, **options):
         nonlocal formatted
         formatted += 1
-        return original(*_)
+        return original(*arguments, **options)
 
     from eagleray.server.openai import chat
 
@@ -169,10 +169,10 @@ def test_stream_when_the_reader_stops_is_not_formatted(wide, monkeypatch):
 
     original = chat.chat_logprobs
 
-    def count(*_):
+    def count(*arguments, **options):
         nonlocal formatted
         formatted += 1
-        return original(*_)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(chat, "chat_logprobs", count)
     path = "/v1/chat/completions"
