@@ -69,7 +69,8 @@ def vocab_size(llm: LLM) -> int:
 def max_model_len(llm: LLM) -> int | None:
     """Return the model's maximum length in tokens; None if the checkpoint does not give it."""
     model = llm.config.model
-    return model.max_model_len or max_model_len_of(checkpoint_dir(model))
+    wanted = model.max_model_len
+    return wanted if isinstance(wanted, int) else max_model_len_of(checkpoint_dir(model))
 
 
 def measure_throughput(llm: LLM, requests: Sequence[BenchRequest], *, detokenize: bool) -> ThroughputFigures:

@@ -111,6 +111,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "dtype": _words({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
     "data_parallel_backend": _words({"mp": "processes"}),
     "kv_cache_dtype": _words({"fp8_e4m3": "fp8"}),
+    "max_model_len": lambda value: "auto" if str(value).strip().lower() in ("-1", "auto") else value,
     "generation_config": _words({"vllm": "none"}),
     "hf_token": lambda token: "" if token is True else token,
     "load_format": _words(dict.fromkeys(("runai_streamer", "fastsafetensors", "instanttensor"), "safetensors")),

@@ -77,8 +77,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = None
     max_model_len: Annotated[
-        Positive | None,
-        Meta(description="Longest sequence, prompt and output together, in tokens. Default: the model's own."),
+        Positive | Literal["auto"] | None,
+        Meta(
+            description="Longest sequence, prompt and output together, in tokens. auto: the model's own, or what fits "
+            "into the cache if that is less. Default: the model's own."
+        ),
     ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"],

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
 from eagleray.config.resolve import cache_bytes, expert_engines, steps_in_flight
 from eagleray.config.sections import Config
 from eagleray.engine.core import EngineCore
@@ -81,12 +83,25 @@ def start_engine(
             room = [available] * len(loaded)
         fits = min(size // worker.bytes_per_block for size, worker in zip(room, loaded, strict=True))
         num_blocks = _useful_blocks(config, model, fits)
+        if available is not None and num_blocks < fits:
+            _explain_cut(config, model, num_blocks)
+    if config.model.max_model_len == "auto":
+        model = _fitting_length(config, model, num_blocks)
     bytes_per_block = max(worker.bytes_per_block for worker in loaded)
     _check_cache(config, model, num_blocks, bytes_per_block)
     call(AllocateCache(num_blocks, budget), CallDone)
     block_size = config.cache.block_size
-    size = num_blocks * bytes_per_block / 2**30
-    logger.info("cache: %d blocks of %d tokens, %.2f GiB per worker", num_blocks, block_size, size)
+    num_whole = num_blocks // _blocks_of_one_sequence(config, model)
+    logger.info(
+        "cache: %d blocks of %d tokens, %.2f GiB per worker: %d tokens, %d request%s of the full length of %d",
+        num_blocks,
+        block_size,
+        num_blocks * bytes_per_block / 2**30,
+        num_blocks * block_size,
+        num_whole,
+        "" if num_whole == 1 else "s",
+        model.max_model_len,
+    )
     scheduler = Scheduler(
         max_num_seqs=config.scheduling.max_num_seqs,
         max_num_batched_tokens=budget,
@@ -132,6 +147,25 @@ def _useful_blocks(config: Config, model: ModelLoaded, num_blocks: int) -> int:
     """Cap the number of blocks at what all rows of full length use, so that a small model does not take half of the
     memory."""
     return min(num_blocks, config.scheduling.max_num_seqs * _blocks_of_one_sequence(config, model))
+
+
+def _explain_cut(config: Config, model: ModelLoaded, num_blocks: int) -> None:
+    logger.info(
+        "`kv_cache_memory` %s is more than `max_num_seqs` %d requests of %d tokens can use: the cache has %d blocks",
+        config.cache.kv_cache_memory,
+        config.scheduling.max_num_seqs,
+        model.max_model_len,
+        num_blocks,
+    )
+
+
+def _fitting_length(config: Config, model: ModelLoaded, num_blocks: int) -> ModelLoaded:
+    """Return the facts about the model with a length of which one sequence fits into the cache."""
+    fits = num_blocks * config.cache.block_size
+    if fits >= model.max_model_len:
+        return model
+    logger.info("`max_model_len` auto: %d tokens, which the cache has room for", fits)
+    return msgspec.structs.replace(model, max_model_len=fits)
 
 
 def _blocks_of_one_sequence(config: Config, model: ModelLoaded) -> int:

@@ -13,7 +13,7 @@ import msgspec
 
 from eagleray.log import get_logger, setup_logging
 from eagleray.process.parent import Parent
-from eagleray.process.spawn_protocol import SpawnSpec, read_frame
+from eagleray.process.spawn_protocol import TERMINAL_SIGNALS, SpawnSpec, read_frame
 
 logger = get_logger(__name__)
 
@@ -30,8 +30,9 @@ def main() -> int:
     spec = msgspec.msgpack.decode(frame, type=SpawnSpec)
     setup_logging(spec.member.label, spec.log_level)
     # Ctrl-C and the loss of the terminal reach the whole process group; the supervisor alone decides what they mean.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # also for the programs that this process starts
+    for number in TERMINAL_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # also for the programs that this process starts
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL_SIGNALS)  # the parent has blocked them
     signal.signal(signal.SIGTERM, _end)
     parent = Parent(sock, spec.member)
     parent.end_with_parent(spec.runtime_dir)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -19,7 +19,7 @@ from eagleray.identity import ProcessId
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import ChildToParent
-from eagleray.process.spawn_protocol import SpawnSpec, read_frame, write_frame
+from eagleray.process.spawn_protocol import TERMINAL_SIGNALS, SpawnSpec, read_frame, write_frame
 
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 """Signals that a process causes itself. SIGABRT is not among them, because Ray aborts drivers of a lost cluster."""
@@ -48,7 +48,7 @@ class Child:
         self._on_message = on_message
         self._on_exit = on_exit
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, _signals_blocked():
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _program(), str(theirs.fileno()), self.label],
                 pass_fds=(theirs.fileno(), *pass_fds),
@@ -101,6 +101,17 @@ class Child:
         if self._pidfd is not None:
             os.close(self._pidfd)
         self._on_exit(_exit_cause(returncode))
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Block the signals of the terminal in this thread. A child inherits that until it ignores them itself, so Ctrl-C
+    cannot end it while it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _open_pidfd(pid: int) -> int | None:

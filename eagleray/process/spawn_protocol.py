@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
 
@@ -10,6 +11,9 @@ import msgspec
 from eagleray.identity import ProcessId
 
 LENGTH = struct.Struct("<I")
+
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+"""Signals that a terminal sends to all its processes, and that only the parent acts on."""
 
 
 class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ Owned and driven by `Worker`. An object of a state has everything that its metho
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from eagleray.config.resolve import engine_index, engines_on_host, expert_dispatch, logprobs_limit
 from eagleray.config.sections import Config
@@ -39,6 +39,7 @@ from eagleray.parallel.groups import Groups, OpenedGroups, listen_address
 from eagleray.parallel.mesh import EnginePosition, Mesh
 from eagleray.worker.device import choose_device, set_threads
 from eagleray.worker.extension import Extension
+from eagleray.worker.loading_bar import LoadingBar
 from eagleray.worker.logprobs import RAW_LOGPROBS, ScoreKind
 from eagleray.worker.memory import (
     EXPERT_GROUP_BYTES,
@@ -254,13 +255,8 @@ class LoadedWorker:
 
     def _load(self, attention_backend: AttentionBackend) -> Model:
         config = self.setup.config.model
-        is_shown = self.rank == 0 and sys.stderr.isatty()
-        with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not is_shown) as bar:
-
-            def show(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
+        bar = LoadingBar(is_shown=self.rank == 0 and sys.stderr.isatty())
+        with contextlib.closing(bar):
             model = load_model(
                 checkpoint_dir(config),
                 config=ConfigFile(config_file(config), read_config(config), is_changed=bool(config.hf_overrides)),
@@ -268,7 +264,7 @@ class LoadedWorker:
                 load_format=config.load_format,
                 device=self.device,
                 seed=config.seed,
-                on_progress=show,
+                on_progress=bar.show,
                 groups=self.groups,
                 deterministic=config.deterministic,
                 experts=self._expert_options(),
@@ -288,12 +284,13 @@ class LoadedWorker:
                 advice = "lower `max_loras` or `max_lora_rank`, or divide the model (`tensor_parallel_size`)"
                 raise out_of_memory(what, advice, self.device) from error
         logger.info(
-            "loaded %s, %.1f M parameters in %s, on %s with %d threads",
+            "loaded %s, %.1f M parameters in %s, on %s with %d thread%s",
             model.spec.architecture,
             model.num_parameters / 1e6,
             str(model.dtype).removeprefix("torch."),
             self.device,
             torch.get_num_threads(),
+            "" if torch.get_num_threads() == 1 else "s",
         )
         return model
 
@@ -312,12 +309,15 @@ class LoadedWorker:
 
     def _max_model_len(self) -> int:
         config, longest = self.setup.config.model, self.model.spec.max_model_len
-        if config.max_model_len is not None and config.max_model_len > longest:
+        wanted = config.max_model_len
+        if wanted is None or wanted == "auto":
+            return longest
+        if wanted > longest:
             raise ConfigError(
-                f"option `max_model_len`: {config.max_model_len} is longer than the {longest} tokens that "
+                f"option `max_model_len`: {wanted} is longer than the {longest} tokens that "
                 f"{config_file(config)} says the model was made for"
             )
-        return config.max_model_len or longest
+        return wanted
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -6,6 +6,7 @@ import pytest
 from eagleray.config.build import build_config, field_owners
 from eagleray.config.resolve import DEMO_MODEL_DIR, cache_bytes, served_names
 from eagleray.config.sections import Config, ModelConfig
+from eagleray.config.vllm_options import translate
 from eagleray.errors import CheckpointError, ConfigError
 from eagleray.hub.locate import checkpoint_dir
 
@@ -87,3 +88,9 @@ def test_checkpoint_dir_missing_is_named(tmp_path):
 def test_config_round_trip_is_equal():
     config = build_config(model="m", api_key=["k"], kv_cache_memory="4GiB", max_model_len=100)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config) == config
+
+
+@pytest.mark.parametrize("value", [-1, "-1", "auto", "AUTO"])
+def test_translate_length_that_fits_is_auto(value):
+    options = translate({"max_model_len": value}, field_owners()).options
+    assert build_config(**options).model.max_model_len == "auto"

@@ -43,6 +43,25 @@ def test_start_engine_small_cache_error_names_what_fits():
     assert "`num_kv_blocks` of 7" in message
 
 
+def test_start_engine_auto_length_is_what_fits_into_the_cache(caplog):
+    caplog.set_level("INFO", "eagleray")
+    for num_blocks, length in ((3, 48), (7, 100)):
+        config = build_config(max_model_len="auto", num_kv_blocks=num_blocks)
+        started = start_engine(config, Executor(CountingGroup(max_model_len=100)), deadline=math.inf)
+        assert started.info.max_model_len == length
+    assert "3 blocks of 16 tokens, 0.00 GiB per worker: 48 tokens, 1 request of the full length of 48" in caplog.text
+    assert caplog.text.count("`max_model_len` auto: 48 tokens") == 1
+
+
+def test_start_engine_cache_size_beyond_use_is_explained(caplog):
+    caplog.set_level("INFO", "eagleray")
+    assert start(CountingGroup(max_model_len=10), max_num_seqs=2, block_size=10, kv_cache_memory="1GiB") == 2
+    message = (
+        "`kv_cache_memory` 1GiB is more than `max_num_seqs` 2 requests of 10 tokens can use: the cache has 2 blocks"
+    )
+    assert message in caplog.text
+
+
 def test_start_engine_cache_beyond_slot_limit_is_refused():
     with pytest.raises(ConfigError, match="has more than 2,147,483,647 slots"):
         start(CountingGroup(), num_kv_blocks=2**27)

@@ -7,8 +7,8 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,15 +68,26 @@ def find_compiler(wanted: str | None, *, march: str, runtime: OpenmpRuntime) -> 
     raise NativeUnavailable(f"there is no C++ compiler on PATH (looked for {looked_for}): {ADVICE}")
 
 
-def compile_library(compiler: Compiler, sources: Iterable[str], *, directory: Path, runtime: OpenmpRuntime) -> Path:
-    """Compile files of `directory` in parallel and link them with the runtime. Returns the library, in `directory`."""
+def compile_library(
+    compiler: Compiler,
+    sources: Iterable[str],
+    *,
+    directory: Path,
+    runtime: OpenmpRuntime,
+    on_compiled: Callable[[], object] = lambda: None,
+) -> Path:
+    """Compile files of `directory` in parallel and link them with the runtime. Returns the library, in `directory`.
+
+    `on_compiled` is called after each file.
+    """
     objects = {source: f"{source}.o" for source in sources}
     compile_one = (*compiler.command, *compiler.flags, "-c")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         runs = [pool.submit(_run, (*compile_one, source, "-o", made), directory) for source, made in objects.items()]
         try:
-            for run in runs:
+            for run in as_completed(runs):
                 run.result()
+                on_compiled()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

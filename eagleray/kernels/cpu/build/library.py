@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP runtime is the one to link with
+from tqdm import tqdm
 
 from eagleray.config.environment import build_settings
 from eagleray.errors import DeadlineExceeded
@@ -65,8 +67,10 @@ def build(sources: Sequence[Path], *, march: str = "native", directory: Path | N
         started = time.monotonic()
         for file, content in contents.items():
             (scratch / file).write_bytes(content)
-        library = compile_library(compiler, names, directory=scratch, runtime=runtime)
-        logger.info("compiling kernels for this processor, once: %.1f s", time.monotonic() - started)
+        logger.info("compiling kernels for this processor, once")
+        with tqdm(total=len(names), desc="compiling kernels", unit="file", disable=not sys.stderr.isatty()) as bar:
+            library = compile_library(compiler, names, directory=scratch, runtime=runtime, on_compiled=bar.update)
+        logger.info("compiled kernels in %.1f s", time.monotonic() - started)
         return library
 
     if directory is not None:
