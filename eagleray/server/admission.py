@@ -6,11 +6,14 @@ Work is counted in sequences: each prompt of a request is one for each of its `n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from eagleray.client.client import Client
 from eagleray.config.serving import ServingConfig
 from eagleray.errors import InvalidRequest, Overloaded
 from eagleray.messages.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from eagleray.client.client import Client
 
 
 class Reservation:

@@ -28,6 +28,7 @@ from eagleray.server.lora_routes import lora_endpoints
 from eagleray.server.openai.chat import ParsedChat
 from eagleray.server.openai.completions import ParsedCompletion
 from eagleray.server.openai.models import ModelRoutes
+from eagleray.server.openai.responses_api.route import ParsedResponse, kept_response_endpoints
 from eagleray.server.openapi import describe
 from eagleray.server.pooling.routes import PoolingRoutes
 from eagleray.server.server_info import ServerInfoRoute
@@ -55,6 +56,8 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
         *ModelRoutes(service).endpoints(),
         *GenerationRoute(service, ParsedCompletion).endpoints(),
         *GenerationRoute(service, ParsedChat).endpoints(),
+        *GenerationRoute(service, ParsedResponse).endpoints(),
+        *kept_response_endpoints(),
         *GenerationRoute(service, ParsedGenerate).endpoints(),
         *GenerationRoute(service, ParsedSkyrlGenerate).endpoints(),
         *PoolingRoutes(service, has_pair_template=config.model.chat_template is not None).endpoints(),

@@ -24,7 +24,7 @@ from eagleray.log import get_logger
 from eagleray.metrics.requests import RequestMetrics
 from eagleray.server.body import IGNORED_FIELDS
 from eagleray.server.cross_origin import CrossOrigin, is_preflight
-from eagleray.server.error_responses import WRONG_METHOD, RefusedRequest, error_response
+from eagleray.server.error_responses import WRONG_METHOD, ErrorForm, HttpError, RefusedRequest, error_response
 from eagleray.server.field_fates import Fate
 from eagleray.server.http_responses import json_response
 from eagleray.server.key_check import KeyCheck, comes_from_this_host
@@ -53,8 +53,8 @@ class Operation(NamedTuple):
     """Type of the JSON answer; None: plain text, or nothing."""
     gives_msgpack: bool = False
     """Whether the answer is msgpack for requests that accept it."""
-    stream_event: type | None = None
-    """Struct of the events under `"stream": true`; None: does not stream."""
+    stream_event: Any = None
+    """Type of the events under `"stream": true`; None: does not stream."""
     headers: Mapping[str, str] = {}
     """Descriptions of the headers that the operation reads, by name."""
     error_statuses: tuple[int, ...] = ()
@@ -63,10 +63,16 @@ class Operation(NamedTuple):
 
 class Endpoint:
     """A URL pattern and its operations, as an ASGI application. `is_open`: whether it needs no API key. `is_control`:
-    whether it needs the rights of a control route, see `KeyCheck`."""
+    whether it needs the rights of a control route, see `KeyCheck`. `error_form`: form of errors; None: OpenAI's."""
 
     def __init__(
-        self, pattern: str, *, is_open: bool = False, is_control: bool = False, **operations: Operation
+        self,
+        pattern: str,
+        *,
+        is_open: bool = False,
+        is_control: bool = False,
+        error_form: ErrorForm | None = None,
+        **operations: Operation,
     ) -> None:
         self.pattern = pattern
         """Pattern for the router, such as `/models/{name:path}`."""
@@ -74,6 +80,7 @@ class Endpoint:
         """Path for people and OpenAPI, such as `/models/{name}`."""
         self.is_open = is_open
         self.is_control = is_control
+        self.error_form = error_form
         self.operations = {method.upper(): operation for method, operation in operations.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,6 +106,7 @@ class RequestMiddleware:
         """Paths that need no API key, because they show nothing but the server's state."""
         self._control_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_control)
         self._keys = KeyCheck(open_paths=self.open_paths, control_paths=self._control_paths, config=config)
+        self._error_forms = {endpoint.path: form for endpoint in endpoints if (form := endpoint.error_form)}
         self._metrics = metrics
         self._cross_origin = CrossOrigin(config.serving)
         self._root_path = config.serving.url_prefix
@@ -127,7 +135,8 @@ class RequestMiddleware:
             refusal = error_response(error, answer.request_id)
             if answer.status:
                 raise  # a part of the answer was sent and cannot be corrected: uvicorn closes the connection
-            await json_response(refusal.reply, refusal.status, refusal.headers)(scope, receive, answer.send)
+            response = self._refusal_response(refusal, self._set_route_path(scope))
+            await response(scope, receive, answer.send)
         finally:
             endpoint = scope.get("endpoint")
             route = endpoint.path if isinstance(endpoint, Endpoint) else "unknown"
@@ -140,6 +149,14 @@ class RequestMiddleware:
         scope["path"] = without_last_slash(scope["path"])
         scope["root_path"] = scope.get("root_path") or self._root_path
         return route_path(scope["path"], scope["root_path"])
+
+    def _refusal_response(self, refusal: HttpError, path: str) -> Response:
+        """Return the answer for an error, in the form of the API that the path belongs to."""
+        form = self._error_forms.get(path)
+        if form is None:
+            return json_response(refusal.reply, refusal.status, refusal.headers)
+        status = form.statuses.get(refusal.status, refusal.status)
+        return json_response(form.convert(refusal), status, refusal.headers)
 
     def count_refusal(self, status: int) -> None:
         """Count an answer of the HTTP protocol to a request that did not reach the application."""

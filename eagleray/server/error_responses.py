@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -112,6 +112,17 @@ class HttpError(NamedTuple):
     status: int
     headers: dict[str, str]
     reply: ErrorResponse
+
+
+class ErrorForm(NamedTuple):
+    """Form of errors in an API other than OpenAI's."""
+
+    body: type[msgspec.Struct]
+    """Struct of the body."""
+    convert: Callable[[HttpError], msgspec.Struct]
+    """Makes the body."""
+    statuses: Mapping[int, int] = {}
+    """Statuses that the API replaces by others of its own."""
 
 
 def error_response(error: Exception, request_id: str) -> HttpError:

@@ -186,6 +186,10 @@ class Generation:
             self._count(choice)
         return output
 
+    async def output(self) -> RequestOutput:
+        """Return the whole output, without log-probabilities, after all deltas have been read."""
+        return await self._stream.result(with_logprobs=False)
+
     def close(self, reason: FinishReason) -> None:
         """Abort the completions that still run, and record `reason` as theirs. Harmless when all have ended."""
         self._stream.abort()

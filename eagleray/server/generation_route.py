@@ -24,6 +24,7 @@ from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams, resolve_all_logprobs
 from eagleray.server.body import RefusedBody, field_names
 from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.error_responses import ErrorForm, HttpError
 from eagleray.server.field_fates import Fate
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions
 from eagleray.server.generation import Generation, GenerationGroup, GenerationTask, PromptTokensDetails, Usage
@@ -38,7 +39,6 @@ from eagleray.server.http_responses import (
 )
 from eagleray.server.logprobs import LogprobsCollector, PromptLogprobList, encoded_prompt_logprobs
 from eagleray.server.refusals import InvalidFields, Reasons
-from eagleray.server.routed_experts import RoutedExpertsFormat
 from eagleray.server.routing_headers import ROUTING_HEADERS, requested_rank, session_name
 from eagleray.server.service import Service
 
@@ -48,11 +48,9 @@ class GenerationFields(Protocol):
 
     model: str | None
     stream: bool | None
-    stream_options: StreamOptions | None
     priority: int | None
     cache_salt: str | None
     timeout: float | None
-    routed_experts_format: RoutedExpertsFormat | None
 
 
 Body = TypeVar("Body", bound=GenerationFields)
@@ -79,14 +77,19 @@ class GenerationRoute(Generic[Body, Chunk]):
             headers=ROUTING_HEADERS,
             error_statuses=(400, 404, 413, 429, 500, 503, 504),
         )
-        return [Endpoint(self._parsed_type.path, post=create)]
+        return [Endpoint(self._parsed_type.path, error_form=self._parsed_type.error_form, post=create)]
 
     async def create(self, request: Request) -> ASGIApp:
         body = await self._read(request)
         self._service.check_open()
         parsed = self._parsed_type(self._service, body, request)
         if body.stream:
-            return EventStream(parsed.stream, parsed.task.request_id)
+            return EventStream(
+                parsed.stream,
+                parsed.task.request_id,
+                error_event=parsed.error_event,
+                is_named=parsed.has_named_events,
+            )
         answer = await unless_disconnected(request.receive, parsed.respond())
         return msgpack_response(answer) if parsed.is_msgpack else json_response(answer)
 
@@ -110,8 +113,12 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     summary: str
     body_type: type[Body]
     response_type: type[Any]
-    chunk_type: type[Chunk]
-    """Struct of the events of a stream."""
+    chunk_type: Any
+    """Type of the events of a stream: a struct, or a union of structs."""
+    has_named_events = False
+    """Whether each event carries its name, see `EventStream`."""
+    error_form: ErrorForm | None = None
+    """Form of errors; None: OpenAI's."""
     logprobs_type: type[msgspec.Struct]
     """Struct of the log-probabilities of a completion."""
     gives_msgpack = False
@@ -146,7 +153,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         self.is_msgpack = self.gives_msgpack and not body.stream and accepts(request.headers, MSGPACK)
         reasons = Reasons()
         self._check_features(reasons)
-        if body.stream_options is not None and not body.stream:
+        if getattr(body, "stream_options", None) is not None and not body.stream:
             with reasons.collecting():
                 raise InvalidRequest("`stream_options` is only for requests with `stream` true", param="stream_options")
         with reasons.collecting(), field_names(self.field_names):
@@ -162,7 +169,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         body, params = self.body, self._sampling_params()
         if -1 in (params.logprobs, params.prompt_logprobs):
             params = resolve_all_logprobs(params, self.service.vocab_size)
-        if body.routed_experts_format is not None and not params.return_routed_experts:
+        if getattr(body, "routed_experts_format", None) is not None and not params.return_routed_experts:
             raise InvalidRequest(
                 "`routed_experts_format` is for requests that ask for routed experts: add `return_routed_experts`, or "
                 "drop it",
@@ -235,15 +242,24 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
                             await emit(chunk)
                     elif not self._is_empty(delta):
                         await emit(self._chunk(generation, delta))
-        if shows_usage:
-            self.usage = group.usage
-            await emit(self._make_chunk([]))
+        self.usage = group.usage
+        async for chunk in self._last_chunks(group):
+            await emit(chunk)
+
+    async def _last_chunks(self, group: GenerationGroup) -> AsyncIterator[Chunk]:
+        """Yield the events after the last delta, when `usage` is final."""
+        if self._shown_usage()[0]:
+            yield self._make_chunk([])
+
+    def error_event(self, error: HttpError) -> Any:
+        """Return the event for an error after the first event, which ends the stream."""
+        return error.reply
 
     def _shown_usage(self) -> tuple[bool, bool]:
         """Return whether the last event of a stream shows the usage, and whether all others do too."""
         if self.service.forces_usage and self.can_show_usage:
             return True, True
-        options = self.body.stream_options or StreamOptions()
+        options = getattr(self.body, "stream_options", None) or StreamOptions()
         return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)
 
     async def _prompt_logprobs(self, generation: Generation, k: int | None) -> PromptLogprobList | UnsetType:
@@ -296,7 +312,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
 
     @abc.abstractmethod
     def _make_chunk(self, choices: list[Any]) -> Chunk:
-        """Return an event with these choices; without any, the last one, which shows the usage."""
+        """Return an event with these choices; without any, the one that shows the usage."""
 
 
 def make_sampling(values: Mapping[str, Any]) -> SamplingParams:

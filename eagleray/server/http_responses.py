@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from eagleray.server.error_responses import error_response
+from eagleray.server.error_responses import HttpError, error_response
 
 T = TypeVar("T")
 
@@ -49,15 +49,25 @@ def accepts(headers: Headers, media_type: str) -> bool:
 
 
 class EventStream:
-    """A response of server-sent events, ended by `[DONE]`.
+    """A response of server-sent events.
 
     `produce(emit)` makes the events. The status is sent with the first event, so an error before it becomes an ordinary
-    answer, and a later one an event. `produce` is cancelled if the client disconnects.
+    answer, and a later one the event that `error_event` returns. `produce` is cancelled if the client disconnects.
+    With `is_named` each event carries its name, the tag of its struct; otherwise `[DONE]` ends the stream.
     """
 
-    def __init__(self, produce: Callable[[Emit], Coroutine[Any, Any, None]], request_id: str) -> None:
+    def __init__(
+        self,
+        produce: Callable[[Emit], Coroutine[Any, Any, None]],
+        request_id: str,
+        *,
+        error_event: Callable[[HttpError], Any] = lambda error: error.reply,
+        is_named: bool = False,
+    ) -> None:
         self._produce = produce
         self._request_id = request_id
+        self._error_event = error_event
+        self._is_named = is_named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_disconnected(receive, self._write(send))
@@ -74,6 +84,8 @@ class EventStream:
             if not started:
                 await start()
             body = b"data: " + ENCODER.encode(event) + b"\n\n"
+            if self._is_named:
+                body = b"event: " + event.__struct_config__.tag.encode() + b"\n" + body
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
@@ -81,10 +93,11 @@ class EventStream:
         except Exception as error:
             if not started:
                 raise
-            await emit(error_response(error, self._request_id).reply)
+            await emit(self._error_event(error_response(error, self._request_id)))
         if not started:
             await start()
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        end = b"" if self._is_named else b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -42,7 +42,8 @@ def describe(
         for operation in operations
         for part in (operation.request_body, operation.response, operation.stream_event)
     ]
-    types = [*dict.fromkeys(kind for kind in types if kind is not None), ErrorResponse]
+    types += [_error_body(endpoint) for endpoint in endpoints]
+    types = [*dict.fromkeys(kind for kind in types if kind is not None)]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for operation in operations:
         if operation.request_body is not None and operation.fates is not None:
@@ -84,16 +85,25 @@ def _fate_schema(fate: Fate) -> dict[str, Any]:
     return {"description": f"Not supported: {fate.feature.name}.", "enum": [None, *fate.off]}
 
 
+def _error_body(endpoint: Endpoint) -> type[msgspec.Struct]:
+    return ErrorResponse if endpoint.error_form is None else endpoint.error_form.body
+
+
 def _path_item(endpoint: Endpoint, schema_of: dict[Any, Any], needs_key: bool) -> dict[str, Any]:
     item: dict[str, Any] = {}
+    error_schema = schema_of[_error_body(endpoint)]
+    statuses = endpoint.error_form.statuses if endpoint.error_form else {}
     for method, operation in endpoint.operations.items():
         item[method.lower()] = described = _operation(operation, schema_of)
+        reads_body = {415} if 413 in operation.error_statuses else set()
+        for status in sorted({*operation.error_statuses, *reads_body}):
+            described["responses"][str(statuses.get(status, status))] = _response(REASONS[status], error_schema)
         described["operationId"] = f"{method.lower()}_{re.sub(r'[^a-z0-9]+', '_', endpoint.path.lower()).strip('_')}"
         if endpoint.is_control:
-            described["responses"]["403"] = _response(REASONS[403], schema_of[ErrorResponse])
+            described["responses"]["403"] = _response(REASONS[403], error_schema)
         if needs_key and not endpoint.is_open:
             described["security"] = [{"api_key": []}, {"api_key_header": []}]
-            described["responses"]["401"] = _response(REASONS[401], schema_of[ErrorResponse])
+            described["responses"]["401"] = _response(REASONS[401], error_schema)
     if names := re.findall(r"\{(\w+)", endpoint.path):
         item["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
@@ -121,9 +131,6 @@ def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
         parameters += _query_parameters(operation.request_body)
     if parameters:
         described["parameters"] = parameters
-    reads_body = {415} if 413 in operation.error_statuses else set()
-    for status in sorted({*operation.error_statuses, *reads_body}):
-        described["responses"][str(status)] = _response(REASONS[status], schema_of[ErrorResponse])
     return described
 
 

@@ -1,0 +1,113 @@
+"""The part that routes of agents' clients share: one answer to a conversation that has the form of another API.
+
+The conversation is brought into the form of chat templates; from there on it is treated as by /v1/chat/completions.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from eagleray.client.outputs import CompletionDelta
+from eagleray.client.preprocess import Prompt
+from eagleray.client.text.tokenizer import TruncationSide
+from eagleray.messages.sampling import SamplingParams
+from eagleray.server.body import field_names
+from eagleray.server.chat_messages import check_template_fields, render_chat
+from eagleray.server.field_fates import TOOL_CALLS
+from eagleray.server.fields import SamplingFields
+from eagleray.server.generation import Generation, Usage
+from eagleray.server.generation_route import GenerationFields, ParsedRequest
+from eagleray.server.lenient_body import unsupported_feature
+from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
+from eagleray.server.prompt_truncation import encode_prompt
+from eagleray.server.refusals import Reasons
+from eagleray.server.service import Service
+
+Body = TypeVar("Body", bound=GenerationFields)
+Chunk = TypeVar("Chunk")
+
+
+@dataclass(kw_only=True)
+class Conversation:
+    """Messages in the form of chat templates, with the fields that determine how they become a prompt."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
+
+    def check(self, service: Service) -> None:
+        """Raise `InvalidRequest` for messages or template variables that a request may not have."""
+        check_template_fields(service, self)
+        service.text.check_messages(self.messages)
+
+    async def render(self, service: Service) -> str:
+        """Return the prompt. Raises `InvalidRequest`."""
+        return await render_chat(service, self.messages, self)
+
+
+class ParsedConversation(ParsedRequest[Body, Chunk]):
+    """A request for one answer, which is a text."""
+
+    logprobs_type = ChatLogprobs
+    has_named_events = True
+
+    @property
+    def _counted(self) -> Usage:
+        """Tokens so far."""
+        assert isinstance(self.usage, Usage)
+        return self.usage
+
+    @abc.abstractmethod
+    def _make_conversation(self) -> Conversation:
+        """Raise `InvalidRequest` for messages that have no counterpart here."""
+
+    @abc.abstractmethod
+    def _check_tools(self) -> None:
+        """Raise `UnsupportedParameter` if the answer may have to be a tool call."""
+
+    def _check_features(self, reasons: Reasons) -> None:
+        with reasons.collecting():
+            self._check_tools()
+        with reasons.collecting(), field_names(self.field_names):
+            self._conversation = self._make_conversation()
+            self._conversation.check(self.service)
+
+    def _merge_given(self, max_tokens: int | None, **given: Any) -> SamplingParams:
+        """Return the given values, and the model's or OpenAI's defaults for those that are None.
+
+        `max_tokens`: by default the model's, or else as many as the model's length allows.
+        """
+        values = {name: value for name, value in given.items() if value is not None}
+        values["return_routed_experts"] = False  # no place in these answers
+        values["max_tokens"] = self.service.default_sampling.get("max_tokens") if max_tokens is None else max_tokens
+        return self._merge_sampling(SamplingFields(), **values)
+
+    async def _make_prompts(self) -> list[Prompt]:
+        text = await self._conversation.render(self.service)
+        return [await encode_prompt(self.service, text, self._conversation, add_special_tokens=False)]
+
+    def _logprobs(self, generation: Generation, delta: CompletionDelta) -> ChatLogprobs:
+        k = self.task.params.logprobs or 0
+        return chat_logprobs(delta, k, self.service.tokenizer, as_ids=self.names_tokens_by_id)
+
+    def _shown_usage(self) -> tuple[bool, bool]:
+        return True, True
+
+    def _is_empty(self, delta: CompletionDelta) -> bool:
+        return not (delta.text or delta.logprobs)
+
+
+def check_no_calls(tools: Any, tool_choice: str | None, given: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedParameter` unless the answer is a text for certain. `given`: the fields about tools by name."""
+    if tool_choice != "none" and (tools or tool_choice not in (None, "auto")):
+        raise unsupported_feature(TOOL_CALLS, [name for name, value in given.items() if value not in (None, [])])
