@@ -17,12 +17,11 @@ import struct
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagleray.log import get_logger
 from eagleray.server.connections import Handshake, HttpConnections
 from eagleray.server.timeouts import (
-    ACCEPT_IMPATIENT_SECONDS,
     ACCEPT_POLL_SECONDS,
     ACCEPT_YIELD_SECONDS,
     FREED_FILE_SECONDS,
@@ -46,6 +45,14 @@ OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 NUMBER_BYTES = struct.calcsize("d")
 STAMP, COUNT, NUM_NUMBERS = range(3)
 """Positions of a server's numbers: when it last published that it accepts connections, and how many are open."""
+
+
+class Published(NamedTuple):
+    """The number of connections of another server."""
+
+    num_connections: int
+    stamp: float
+    """Time in seconds at which the server published the number."""
 
 
 class ConnectionCounts:
@@ -83,21 +90,59 @@ class ConnectionCounts:
         """Publish that this server accepts no connections, so that others do not wait for it."""
         self._numbers[self._server * NUM_NUMBERS + STAMP] = -STUCK_SERVER_SECONDS
 
-    def least_of_others(self) -> int | None:
-        """Return the fewest connections of another server that accepts, or None if no other accepts."""
+    def least_of_others(self) -> Published | None:
+        """Return the numbers of the other server that accepts and has the fewest connections, or None if no other
+        accepts."""
         oldest = self._clock() - STUCK_SERVER_SECONDS
-        counts = [
-            self._numbers[server * NUM_NUMBERS + COUNT]
+        published = [
+            Published(int(self._numbers[server * NUM_NUMBERS + COUNT]), self._numbers[server * NUM_NUMBERS + STAMP])
             for server in range(self._num_servers)
-            if server != self._server and self._numbers[server * NUM_NUMBERS + STAMP] > oldest
+            if server != self._server
         ]
-        return int(min(counts)) if counts else None
+        return min((one for one in published if one.stamp > oldest), key=lambda one: one.num_connections, default=None)
 
     def close(self) -> None:
         self.withdraw()
         self._numbers.release()
         self._bytes.release()
         self._memory.close()
+
+
+class Turns:
+    """Decides whether a server accepts a connection or leaves it to the server with the fewest, which may be stuck.
+
+    Each time that the other one leaves a connection for `ACCEPT_YIELD_SECONDS` and publishes nothing meanwhile, this
+    server accepts twice as many without waiting. So a server that is busy for a moment loses a few connections of a
+    burst, and a stuck one delays none of them for long. Pure.
+    """
+
+    def __init__(self) -> None:
+        self._stamp = 0.0
+        """Time at which the other server published its number last, as far as this one has seen."""
+        self._since: float | None = None
+        """Time since which a connection has been left to the other server, or None."""
+        self._granted = 1
+        """Number of connections to accept after the next time that the other server leaves one."""
+        self._left = 0
+        """Number of connections that may still be accepted without waiting."""
+
+    def may_accept(self, own: int, other: Published, now: float) -> bool:
+        """Whether the server, which has `own` connections, accepts one at this time; otherwise it asks again."""
+        if other.stamp != self._stamp:
+            self._stamp, self._since, self._granted, self._left = other.stamp, None, 1, 0
+        if own <= other.num_connections + other.num_connections // 16:
+            self._since = None
+            return True
+        if self._left:
+            self._left -= 1
+            return True
+        if self._since is None:
+            self._since = now
+        if now - self._since < ACCEPT_YIELD_SECONDS:
+            return False
+        self._since = None
+        self._left, self._granted = self._granted - 1, 2 * self._granted
+        return True
 
 
 class Acceptor:
@@ -125,9 +170,7 @@ class Acceptor:
         self._opening: set[asyncio.Task[None]] = set()
         self._handshakes: set[Handshake] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._yielding_since: float | None = None
-        """Time since which this server leaves the next connection to another, or None if it does not."""
-        self._impatient_until = 0.0
+        self._turns = Turns()
 
     def start(self) -> None:
         self._listener.setblocking(False)
@@ -165,28 +208,17 @@ class Acceptor:
         self._on_connection()
 
     def _on_connection(self) -> None:
-        """Accept what has arrived, if it is this server's turn. Another server may have been quicker."""
-        now = self._loop.time()
+        """Accept what has arrived, if it is this server's turn."""
         least = self._counts.least_of_others()
         if least is None:
-            self._yielding_since = None
             self._accept(MAX_AT_ONCE)
-            return
-        if len(self._connections) <= least + least // 16 or now < self._impatient_until:
-            self._yielding_since = None
+        elif self._turns.may_accept(len(self._connections), least, self._loop.time()):
             self._accept(1)
-            return
-        if self._yielding_since is None:
-            self._yielding_since = now
-        if now - self._yielding_since < ACCEPT_YIELD_SECONDS:
+        else:
             self._pause(ACCEPT_POLL_SECONDS)
-            return
-        self._yielding_since = None
-        if self._accept(1):
-            self._impatient_until = now + ACCEPT_IMPATIENT_SECONDS
 
-    def _accept(self, most: int) -> int:
-        """Accept up to `most` connections. Return the number of accepted ones."""
+    def _accept(self, most: int) -> None:
+        """Accept up to `most` connections. Another server may have been quicker."""
         accepted: list[tuple[socket.socket, bool]] = []
         try:
             while len(accepted) < most:
@@ -207,7 +239,6 @@ class Acceptor:
                     self._connections.begin_handshake(handshake)
                     self._start(self._open_with_tls(handshake, context))
             self.report()
-        return len(accepted)
 
     def _start(self, opening: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(opening)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 # Taking connections in turn with the other API servers
 
-ACCEPT_YIELD_SECONDS = 0.01
-"""Time that a server with fewer connections gets to take the next one."""
+ACCEPT_YIELD_SECONDS = 0.02
+"""Time that a server with fewer connections gets to take the next one. Handshakes of TLS keep a server busy for longer
+than 10 ms when a burst arrives."""
 
 ACCEPT_POLL_SECONDS = 0.002
 """Interval at which a server that yields looks whether the connection is still there."""
-
-ACCEPT_IMPATIENT_SECONDS = 0.1
-"""Time in which a server does not yield, after another with fewer connections has left one waiting: that one is busy,
-and would cost every connection of a burst the time to yield."""
 
 TICK_SECONDS = 1.0
 """Longest interval at which connections are checked for their limits of time, and their number is published."""

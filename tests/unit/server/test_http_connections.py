@@ -6,6 +6,7 @@ import asyncio
 import errno
 import socket
 import ssl
+from collections import Counter
 from contextlib import closing
 
 import pytest
@@ -13,7 +14,7 @@ from http_fakes import HttpServer, request
 
 from eagleray.config.build import build_config
 from eagleray.errors import ConfigError
-from eagleray.server.acceptor import Acceptor, ConnectionCounts
+from eagleray.server.acceptor import Acceptor, ConnectionCounts, Published, Turns
 from eagleray.server.connection_limit import connection_limit
 from eagleray.server.connections import RESERVED_CONNECTIONS
 
@@ -125,14 +126,14 @@ def test_least_of_others_counts_only_servers_that_accept(counts, clock):
     assert first.least_of_others() is None
     first.set(0)
     second.set(7)
-    assert first.least_of_others() == 7
+    assert first.least_of_others().num_connections == 7
     third.set(5)
-    assert (first.least_of_others(), second.least_of_others(), third.least_of_others()) == (5, 0, 0)
+    assert [one.least_of_others().num_connections for one in counts] == [5, 0, 0]
     clock[0] += 2.0
     first.set(9)
     clock[0] += 2.0
     assert first.least_of_others() is None, "the others are stuck or dead"
-    assert second.least_of_others() == 9
+    assert second.least_of_others().num_connections == 9
     first.withdraw()
     assert second.least_of_others() is None
 
@@ -142,7 +143,39 @@ def test_connection_counts_of_a_replacement_start_anew(counts, tmp_path, clock):
     with closing(ConnectionCounts(tmp_path / "connections", server=0, num_servers=3, clock=lambda: clock[0])) as new:
         assert counts[1].least_of_others() is None
         new.set(0)
-        assert counts[1].least_of_others() == 0
+        assert counts[1].least_of_others().num_connections == 0
+
+
+def accepted_at(turns, own, other, *, until):
+    """Return the times, in ms, at which connections are accepted of which there are more than enough."""
+    times, now = [], 0
+    while now <= until:
+        if turns.may_accept(own + len(times), other, now / 1000):
+            times.append(now)
+        else:
+            now += 2
+    return times
+
+
+def test_turns_server_with_the_fewest_accepts_at_once():
+    turns = Turns()
+    assert [turns.may_accept(own, Published(10, 1.0), 0.0) for own in (9, 10, 11)] == [True, True, False]
+    assert turns.may_accept(106, Published(100, 2.0), 0.0)
+    assert not turns.may_accept(107, Published(100, 2.0), 0.0)
+
+
+def test_turns_server_accepts_twice_as_many_each_time_that_the_other_leaves_one():
+    times = Counter(accepted_at(Turns(), 10, Published(0, 1.0), until=120))
+    assert list(times.values())[:5] == [1, 2, 4, 8, 16]
+    assert min(times) >= 20
+
+
+def test_turns_server_waits_again_when_the_other_has_published():
+    turns = Turns()
+    assert len(accepted_at(turns, 10, Published(0, 1.0), until=100)) >= 15
+    times = Counter(accepted_at(turns, 30, Published(1, 2.0), until=60))
+    assert list(times.values())[:2] == [1, 2]
+    assert min(times) >= 20
 
 
 class AnyCertificates:
