@@ -4,8 +4,9 @@ python benchmarks/weight_update.py [--model dense-0.6b] [--rounds 9] [--only dis
 
 An update is what a worker does: check names and shapes, receive, pack, commit. The trainer's own work, such as writing
 the segment, is not part of disk and shm, but sending is part of gloo. The directory is in the page cache. A transport's
-first update is one without staging memory. Memory that was free for seconds may have gone back to the host of a virtual
-machine; `new memory` is the time that such memory takes to be written once.
+first update finds the memory that a worker requests when the transfer is opened; `unprepared` is one without it. Memory
+that was free for seconds may have gone back to the host of a virtual machine; `new memory` is the time that such memory
+takes to be written once.
 
 `copy` is a copy of the checkpoint's tensors from memory to memory, by as many threads. Ratios are of the best rounds,
 because other programs disturb all rounds, and in turn, so that all are disturbed. `--trial` runs a small model once.
@@ -36,6 +37,8 @@ from eagleray.models.registry import load_model
 from eagleray.weights import Sender, SharedMemorySender
 from eagleray.weights.gloo_group import BUCKET_BYTES, GlooGroup, reach_store
 from eagleray.weights.receiver import ReceiverPosition, WeightReceiver, open_receiver
+from eagleray.worker.memory import host_free_bytes
+from eagleray.worker.prefault import prefault_chunks
 from eagleray.worker.staged_update import check_tensors
 
 TIMEOUT = 120.0
@@ -86,7 +89,8 @@ class Comparison:
             runs = {"copy": self._prepare_copy(), **updates}
             if "gloo" in updates:
                 runs[BROADCAST] = self._broadcast
-            first = {name: self._first(update) for name, update in updates.items()}
+            unprepared = {name: self._first(update, is_prepared=False) for name, update in updates.items()}
+            first = {name: self._first(update, is_prepared=True) for name, update in updates.items()}
             first["new memory"] = self._fill_new_memory()
             later: dict[str, list[float]] = {name: [] for name in runs}
             for _ in range(self._rounds):
@@ -95,7 +99,7 @@ class Comparison:
         finally:
             for stop in reversed(self._stops):
                 stop()
-        self._print(first, later)
+        self._print(unprepared, first, later)
 
     def _prepare(self, transport: str) -> Run:
         if transport == "disk":
@@ -146,9 +150,11 @@ class Comparison:
         pairs = [(np.ones_like(source), source) for source in sources]
         return lambda: sum(pool.map(lambda pair: np.copyto(*pair) or 0, pairs))
 
-    def _first(self, update: Run) -> float:
+    def _first(self, update: Run, *, is_prepared: bool) -> float:
         self._model.updates.release()
         time.sleep(FREE_SECONDS)
+        if is_prepared:
+            prefault_chunks(self._model.updates.prepare(), read_free=host_free_bytes).join()
         return seconds_of(update)
 
     def _fill_new_memory(self) -> float:
@@ -159,19 +165,19 @@ class Comparison:
         with ThreadPoolExecutor(count) as pool:
             return seconds_of(lambda: sum(pool.map(lambda chunk: chunk.fill(1) or 0, chunks)))
 
-    def _print(self, first: dict[str, float], later: dict[str, list[float]]) -> None:
-        print("| | first, s | later, s: best | median | GB/s | of a copy | of gloo's broadcast |")
-        print("|---|---|---|---|---|---|---|")
+    def _print(self, unprepared: dict[str, float], first: dict[str, float], later: dict[str, list[float]]) -> None:
+        print("| | unprepared, s | first, s | later, s: best | median | GB/s | of a copy | of gloo's broadcast |")
+        print("|---|---|---|---|---|---|---|---|")
         best = {name: min(values) for name, values in later.items()}
         for name, values in later.items():
-            began = f"{first[name]:.2f}" if name in first else ""
+            began = f"{unprepared[name]:.2f} | {first[name]:.2f}" if name in unprepared else " | "
             of_copy = f"{100 * best['copy'] / best[name]:.0f} %"
             of_broadcast = f"{100 * best[BROADCAST] / best[name]:.0f} %" if name == "gloo" else ""
             print(
                 f"| {name} | {began} | {best[name]:.3f} | {statistics.median(values):.3f} | "
                 f"{self._num_bytes / 1e9 / best[name]:.1f} | {of_copy} | {of_broadcast} |"
             )
-        print(f"| new memory | {first['new memory']:.2f} | | | | | |")
+        print(f"| new memory | {first['new memory']:.2f} | | | | | | |")
 
 
 def seconds_of(run: Run) -> float:

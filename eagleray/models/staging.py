@@ -9,6 +9,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -45,6 +46,13 @@ class StagingMemory:
             yield
         finally:
             self._thread.places = ()
+
+    def prepare(self, places: Iterable[Tensor]) -> list[ReferenceType[WeightChunk]]:
+        """Make the mirrors of old weights in advance, and return them. Their pages are not there yet."""
+        chunks = {WeightChunk.of(place) for place in places} if self._device.type == "cpu" else set()
+        with self._lock:
+            mirrors = [WeightChunk.of(self._mirror(chunk)) for chunk in chunks if chunk is not None]
+        return [ref(mirror) for mirror in mirrors if mirror is not None]
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """See `WeightAllocator`."""
@@ -95,14 +103,22 @@ class StagingMemory:
         """Return a free piece of this size from the mirrors of this thread's places."""
         for place in self._thread.places:
             if len(place) == num_bytes and (chunk := WeightChunk.of(place)) is not None:
-                mirror = self._mirrors.get(chunk.address)
-                if mirror is None or len(mirror) != chunk.num_bytes:
-                    mirror = self._mirrors[chunk.address] = WeightChunk.allocate(chunk.num_bytes)
-                    self._mirror_chunks.add(WeightChunk.of(mirror))
+                self._mirror(chunk)
                 piece = self._mirrored(place)
                 if piece is not None and piece.data_ptr() not in self._taken:
                     return piece
         return None
+
+    def _mirror(self, chunk: WeightChunk) -> Tensor:
+        """Return the mirror of a chunk, which is made if there is none."""
+        mirror = self._mirrors.get(chunk.address)
+        if mirror is None or len(mirror) != chunk.num_bytes:
+            mirror = self._mirrors[chunk.address] = WeightChunk.allocate(chunk.num_bytes)
+            made = WeightChunk.of(mirror)
+            assert made is not None
+            made.used = chunk.used
+            self._mirror_chunks.add(made)
+        return mirror
 
     def _mirrored(self, place: Tensor) -> Tensor | None:
         """Return the piece of the mirror that has the same offset as `place`."""

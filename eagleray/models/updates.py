@@ -6,9 +6,11 @@ Owned by the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from weakref import ReferenceType
 
 from torch import Tensor
 
+from eagleray.kernels.cpu.huge_pages import WeightChunk
 from eagleray.models.layers.layer import WeightGroup
 from eagleray.models.part import ModelPart
 from eagleray.models.staging import StagingMemory
@@ -52,6 +54,12 @@ class ModelUpdates:
         """Whether any weight was replaced since the model was loaded."""
         updates = (self._open, self._loading)
         return self._has_replaced or any(update is not None and update.has_replaced for update in updates)
+
+    def prepare(self) -> list[ReferenceType[WeightChunk]]:
+        """Reserve addresses for the new weights of updates that are not in place, and return their chunks, whose pages
+        may be requested in advance. They are freed with the memory of updates."""
+        self._staging = self._staging or StagingMemory(self._part.device)
+        return self._staging.prepare(part for group in self._find_groups() for part in group.places()[0])
 
     def start(self, *, in_place: bool) -> WeightUpdate:
         """See `Model.start_update`."""

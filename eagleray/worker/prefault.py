@@ -1,9 +1,12 @@
-"""Requests memory pages of the cache before they are first written, while no step runs.
+"""Requests memory pages before they are first written: of the cache, while no step runs, and of new weights.
 
 On CPUs the system provides memory in pages of 2 MiB when they are first written, and a virtual machine takes
 milliseconds for each: up to a fifth of a prompt's time. Blocks are used in the order of their numbers until all have
 been used. So when no step has run for a while, a thread requests the pages of the next blocks, up to a limit. A step
 that begins meanwhile competes for a core with one page at most.
+
+Updates prepare new weights in memory of their own. When a trainer connects, a thread of the lowest priority requests
+its pages, because those of a whole model take a virtual machine seconds.
 
 Owned by the serving worker.
 """
@@ -12,9 +15,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from weakref import ReferenceType
 
+from eagleray.kernels.cpu.huge_pages import WeightChunk
 from eagleray.kernels.kv_cache import HUGE_PAGE_BYTES, KVCache
 from eagleray.log import get_logger
 from eagleray.worker.runner import Runner
@@ -27,6 +33,9 @@ AHEAD_BYTES = 2**30
 
 MADV_POPULATE_WRITE = 23
 """Advice for Linux's madvise, since 5.14: provide the pages as if each had been written, and keep their content."""
+
+LOWEST_PRIORITY = 19
+"""Nice value of a thread that runs when nothing else does."""
 
 Populate = Callable[[int, int], None]
 """Requests the pages of (address, number of bytes). Must not hold the GIL. Raises `OSError` if the system refuses."""
@@ -87,6 +96,44 @@ class CachePrefaulter:
                 self._populate(layer.data_ptr() + num_done * self._block_bytes, count * self._block_bytes)
             num_done += count
         return num_done
+
+
+def prefault_chunks(
+    chunks: Sequence[ReferenceType[WeightChunk]],
+    *,
+    read_free: Callable[[], int],
+    populate: Populate | None = None,
+) -> threading.Thread:
+    """Start a thread that requests the pages of chunks, and return it. It ends when a chunk is freed, or when
+    `read_free` returns less than twice the bytes that remain: it takes half of the free memory at most."""
+    request = populate or _populate
+    sizes = [(reference, chunk.used) for reference in chunks if (chunk := reference()) is not None]
+
+    def run() -> None:
+        remaining = sum(size for _, size in sizes)
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+            for reference, size in sizes:
+                if read_free() < 2 * remaining:
+                    logger.info("%d bytes of new weights are not requested in advance: memory is short", remaining)
+                    return
+                if not all(_request_page(reference, offset, request) for offset in range(0, size, HUGE_PAGE_BYTES)):
+                    return
+                remaining -= size
+        except OSError as error:
+            logger.debug("pages of new weights are not requested in advance: the system refuses: %s", error)
+
+    thread = threading.Thread(target=run, name="prefault-weights", daemon=True)
+    thread.start()
+    return thread
+
+
+def _request_page(reference: ReferenceType[WeightChunk], offset: int, request: Populate) -> bool:
+    """Request a huge page, unless the chunk was freed."""
+    chunk = reference()
+    if chunk is not None:
+        request(chunk.address + offset, HUGE_PAGE_BYTES)
+    return chunk is not None
 
 
 def _populate(address: int, size: int) -> None:

@@ -85,7 +85,7 @@ class WeightUpdater:
     """Handles the calls of `messages.weight_transfer` of the worker `rank` of an engine.
 
     `backend` is used where `init_info` names none; `init_defaults` are its fields that `init_info` may leave out.
-    `timeout` limits each wait for the trainer, in seconds.
+    `timeout` limits each wait for the trainer, in seconds. `on_open` is called when a trainer opens a transfer.
     """
 
     def __init__(
@@ -98,8 +98,10 @@ class WeightUpdater:
         timeout: float,
         storage: SharedStorage | None = None,
         locate: Callable[[str], str] = str,
+        on_open: Callable[[], None] = lambda: None,
     ) -> None:
         self._start_staging = start_staging
+        self._on_open = on_open
         self._locate = locate
         self._storage = storage
         self._number: int | None = 0
@@ -211,6 +213,7 @@ class WeightUpdater:
         self._backend = backend = str(info.get("backend") or default_backend(self._device))
         self._position = ReceiverPosition(call.first_rank + self._rank, self._device)
         self._receiver = receiver = open_receiver(backend, info, self._position, self._timeout)
+        self._on_open()
         return self._run(f"weights-{backend}", lambda task: receiver.connect(), is_collective=backend not in GROUPLESS)
 
     def _close_receiver(self) -> None:

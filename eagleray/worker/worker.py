@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from eagleray.config.resolve import logprobs_limit
-from eagleray.config.sections import Config
+from eagleray.config.sections import Config, ExecutionConfig
 from eagleray.errors import ChannelClosed, ConfigError, ExpertGroupBroken
 from eagleray.hub.locate import weight_dir
 from eagleray.hub.pooling import find_pooling
@@ -63,8 +63,9 @@ from eagleray.worker.adapters import write_adapter
 from eagleray.worker.downloads import downloads_of
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.logprobs import ScoreKind
+from eagleray.worker.memory import host_free_bytes
 from eagleray.worker.pooler import Pooler
-from eagleray.worker.prefault import CachePrefaulter
+from eagleray.worker.prefault import CachePrefaulter, prefault_chunks
 from eagleray.worker.runner import Runner, UnfinishedStep
 from eagleray.worker.sleep import KEEPING_LEVEL, SleepableMemory
 from eagleray.worker.startup import JoinedWorker, LoadedWorker, OpenedWorker, WorkerSetup, sampler_of
@@ -274,6 +275,7 @@ class ServingWorker:
                 is_readable=lambda: self._memory.has_weights,
                 num_loads=lambda: model.num_loads,
             ),
+            on_open=lambda: self._prepare_update(config.execution),
         )
 
     def begin(self, plan: StepPlan) -> UnfinishedStep | StepBroken:
@@ -337,6 +339,11 @@ class ServingWorker:
 
     def write_adapter(self, call: WriteAdapter) -> AdapterWritten:
         return write_adapter(self._model, call)
+
+    def _prepare_update(self, execution: ExecutionConfig) -> None:
+        """Request memory for new weights while steps go on."""
+        if execution.weight_update == "staged" and self._memory.has_weights:
+            prefault_chunks(self._model.updates.prepare(), read_free=host_free_bytes)
 
     def sleep(self, tags: Collection[SleepTag], level: int) -> int:
         """Return memory to the system, see `SleepableMemory.sleep`. No step must be unfinished."""

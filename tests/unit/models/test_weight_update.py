@@ -20,6 +20,7 @@ from torch import Tensor
 from weight_pushes import copy_of_weights, have_equal_bytes, load_rank, memory_of_weights, tensors_of
 
 from eagleray.errors import EagleRayError, WeightsMismatch, WrongState
+from eagleray.kernels.cpu.huge_pages import WeightChunk, whole_lines
 from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.quantized import Fp8Weight
 from eagleray.kernels.torch.backend import TorchBackend
@@ -196,6 +197,22 @@ def test_start_update_in_place_replaces_complete_groups_at_once(llama, checkpoin
     update.add(tensors)
     assert not update.is_waiting
     assert have_equal_bytes(memory_of_weights(model), memory_of_weights(load(checkpoints("llama")[1])))
+
+
+def test_updates_prepare_makes_the_memory_that_an_update_uses(checkpoints):
+    model = load(checkpoints("llama")[0])
+    chunks = model.updates.prepare()
+    assert sum(chunk().used for chunk in chunks) == sum(
+        whole_lines(len(part)) for part in memory_of_weights(model) if WeightChunk.of(part) is not None
+    )
+    update = model.start_update()
+    update.add(tensors_of(checkpoints("llama")[1]))
+    staged = {WeightChunk.of(part) for group in update._groups for part in group.staged}
+    assert {chunk() for chunk in chunks} <= staged
+    update.drop()
+    del update, staged
+    model.updates.release()
+    assert [chunk() for chunk in chunks] == [None] * len(chunks)
 
 
 def test_add_in_inference_mode_equals_fresh_load(llama, checkpoints):

@@ -7,12 +7,14 @@ import mmap
 import threading
 import time
 from contextlib import contextmanager
+from weakref import ref
 
 import pytest
 import torch
 
+from eagleray.kernels.cpu.huge_pages import WeightChunk
 from eagleray.kernels.kv_cache import HUGE_PAGE_BYTES, CacheShape, KVCache
-from eagleray.worker.prefault import CachePrefaulter, _populate
+from eagleray.worker.prefault import CachePrefaulter, _populate, prefault_chunks
 
 BLOCK_BYTES = HUGE_PAGE_BYTES // 4
 QUIET = 0.02
@@ -160,3 +162,56 @@ def _resident_share(layer):
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mincore(ctypes.c_void_p(layer.data_ptr()), ctypes.c_size_t(layer.nbytes), pages) == 0
     return sum(page & 1 for page in pages) / num_pages
+
+
+# ---- new weights
+
+
+def chunks_of(*sizes):
+    made = [WeightChunk.allocate(size) for size in sizes]
+    chunks = [WeightChunk.of(memory) for memory in made]
+    for chunk in chunks:
+        chunk.used = chunk.num_bytes
+    return made, [ref(chunk) for chunk in chunks]
+
+
+def prefaulted(chunks, *, free, populate):
+    thread = prefault_chunks(chunks, read_free=lambda: free, populate=populate)
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def test_prefault_chunks_requests_every_page_of_each():
+    memory, chunks = chunks_of(2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
+    pages = []
+    prefaulted(chunks, free=6 * HUGE_PAGE_BYTES, populate=lambda *page: pages.append(page))
+    begins = [memory[0].data_ptr(), memory[0].data_ptr() + HUGE_PAGE_BYTES, memory[1].data_ptr()]
+    assert pages == [(begin, HUGE_PAGE_BYTES) for begin in begins]
+
+
+def test_prefault_chunks_less_than_half_of_memory_free_requests_none():
+    _memory, chunks = chunks_of(2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
+    pages = []
+    prefaulted(chunks, free=6 * HUGE_PAGE_BYTES - 1, populate=lambda *page: pages.append(page))
+    assert pages == []
+
+
+def test_prefault_chunks_freed_chunk_stops():
+    memory, chunks = chunks_of(2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
+    pages = []
+
+    def populate(*page):
+        pages.append(page)
+        del memory[:]
+
+    prefaulted(chunks, free=6 * HUGE_PAGE_BYTES, populate=populate)
+    assert len(pages) == 1
+
+
+def test_prefault_chunks_system_makes_pages_resident():
+    memory, chunks = chunks_of(2 * HUGE_PAGE_BYTES)
+    prefaulted(chunks, free=2**40, populate=None)
+    resident = (ctypes.c_uint8 * (len(memory[0]) // mmap.PAGESIZE))()
+    address = ctypes.c_void_p(memory[0].data_ptr())
+    assert ctypes.CDLL(None, use_errno=True).mincore(address, ctypes.c_size_t(len(memory[0])), resident) == 0
+    assert all(page & 1 for page in resident)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagleray.errors import TransferBroken
-from eagleray.messages.weight_transfer import ServeStorage
+from eagleray.messages.weight_transfer import OpenTransfer, ServeStorage
 from eagleray.worker import storage_transfer
 from eagleray.worker.storage_transfer import SharedStorage, StorageFetch, StorageOffer
 from eagleray.worker.weight_update import WeightUpdater
@@ -70,6 +70,23 @@ def test_storage_offer_changed_between_pieces_is_not_taken(monkeypatch: pytest.M
     else:
         fetch(offer.handle, shared(received))
         assert all(map(torch.equal, received, weights))
+
+
+def test_weight_updater_open_transfer_calls_on_open_once() -> None:
+    calls = []
+    updater = WeightUpdater(
+        lambda **_: pytest.fail("no update is started"),
+        rank=0,
+        device=torch.device("cpu"),
+        init_defaults={},
+        timeout=TIMEOUT,
+        on_open=lambda: calls.append(1),
+    )
+    updater.handle(OpenTransfer(init_info={"backend": "no such"}, first_rank=0))
+    assert calls == []
+    updater.handle(OpenTransfer(init_info={"backend": "shm"}, first_rank=0))
+    updater.close()
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("are_kept", [False, True])
