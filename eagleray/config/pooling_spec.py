@@ -34,6 +34,10 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Function of the vector that is applied unless a request turns it off."""
     labels: tuple[str, ...] = ()
     """Names of the classes, in their order, of a classifier."""
+    label_tokens: tuple[int, ...] = ()
+    """Tokens whose rows of the head that predicts tokens are the head of the labels; empty: it has a head of its own.
+    With two tokens and one label it is the second row minus the first: the label's probability is then that of the
+    second token among the two."""
     is_matryoshka: bool = False
     """Whether the first features of an embedding are an embedding themselves."""
     matryoshka_dimensions: tuple[int, ...] = ()

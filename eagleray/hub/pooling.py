@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
+from tokenizers import Tokenizer
 
 from eagleray.config.json_files import read_bounded, read_json_object, shown
 from eagleray.config.pooling_spec import BARE, CLASSIFYING, GENERATING, Activation, PoolingMethod, PoolingSpec
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import CheckpointError, ConfigError
-from eagleray.hub.locate import checkpoint_dir
+from eagleray.hub.locate import checkpoint_dir, tokenizer_dir
 from eagleray.hub.model_json import read_config
+from eagleray.hub.needs import TOKENIZER_FILE
 
 MAX_LABELS = 2**16
 
@@ -59,8 +61,11 @@ def find_pooling(model: ModelConfig) -> PoolingSpec | None:
         raise ConfigError(f"option `pooler_config`: its task is {shown(task)}, but the model's is {kind}")
     activation: Activation = "normalize" if normalizes else "none"
     labels: tuple[str, ...] = ()
+    label_tokens: tuple[int, ...] = ()
     if kind == "classify":
-        labels = _labels(directory, fields)
+        label_tokens, labels = _label_tokens(model, fields), _labels(directory, fields)
+        if label_tokens:
+            labels = _labels_of_tokens(fields, len(label_tokens))
         activation = _classifier_activation(fields, len(labels))
     if options.get("use_activation") is not None:
         default: Activation = "normalize" if kind == "embed" else activation
@@ -76,6 +81,7 @@ def find_pooling(model: ModelConfig) -> PoolingSpec | None:
         method=options.get("method") or method or "last",
         activation=activation,
         labels=labels,
+        label_tokens=label_tokens,
         is_matryoshka=bool(fields.get("is_matryoshka") or dimensions),
         matryoshka_dimensions=tuple(dimensions),
     )
@@ -135,7 +141,7 @@ def _read_pooling(directory: Path, modules: list[dict[str, Any]]) -> tuple[Pooli
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
-            method = _read_method(directory / str(module.get("path", "")) / "config.json")
+            method = _read_method(_module_file(directory, str(module.get("path", ""))))
         elif kind == "Normalize":
             normalizes = True
         elif kind != "Transformer":
@@ -144,6 +150,13 @@ def _read_pooling(directory: Path, modules: list[dict[str, Any]]) -> tuple[Pooli
                 "and Normalize"
             )
     return method, normalizes
+
+
+def _module_file(directory: Path, folder: str) -> Path:
+    """Return the configuration of the module in this folder of the checkpoint."""
+    if Path(folder).is_absolute() or ".." in Path(folder).parts:
+        raise CheckpointError(f"{directory / 'modules.json'}: the folder {shown(folder)} is outside of the checkpoint")
+    return directory / folder / "config.json"
 
 
 def _read_method(path: Path) -> PoolingMethod:
@@ -202,6 +215,42 @@ def _labels(directory: Path, fields: Mapping[str, Any]) -> tuple[str, ...]:
         raise CheckpointError(
             f"{directory / 'config.json'}: `id2label` must number the labels from 0 on, but {error} is missing"
         ) from None
+
+
+def _label_tokens(model: ModelConfig, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids of the tokens that a reranker without a head of its own is made of, by vLLM's field
+    `classifier_from_token`; empty without it."""
+    given = fields.get("classifier_from_token")
+    if given is None:
+        return ()
+    path = tokenizer_dir(model) / TOKENIZER_FILE
+    if not isinstance(given, list) or not given or not all(isinstance(token, str) for token in given):
+        raise ConfigError(f"`classifier_from_token` must be a list of tokens, but it is {shown(given)}")
+    if not path.is_file():
+        raise ConfigError(f"`classifier_from_token` needs the tokenizer, but there is no {path}")
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises exceptions of this kind alone
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    ids = []
+    for token in given:
+        if (token_id := backend.token_to_id(token)) is None:
+            raise ConfigError(f"`classifier_from_token`: {token!r} is not a token of {path}")
+        ids.append(token_id)
+    return tuple(ids)
+
+
+def _labels_of_tokens(fields: Mapping[str, Any], num_tokens: int) -> tuple[str, ...]:
+    """Return the labels of a head that is made of tokens: one of two tokens, or one for each."""
+    method = fields.get("method") or ("from_2_way_softmax" if fields.get("is_original_qwen3_reranker") else None)
+    if method == "from_2_way_softmax" and num_tokens == 2:
+        return ("LABEL_0",)
+    if method == "no_post_processing":
+        return tuple(f"LABEL_{index}" for index in range(num_tokens))
+    raise ConfigError(
+        f"`method` is {shown(method)} with {num_tokens} tokens in `classifier_from_token`; supported are "
+        "from_2_way_softmax, with two tokens, and no_post_processing"
+    )
 
 
 def _classifier_activation(fields: Mapping[str, Any], num_labels: int) -> Activation:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from eagleray.kernels.backend import Context, HiddenStates, KernelUnavailable
+from eagleray.kernels.backend import Context, HiddenStates, KernelBackend, KernelUnavailable
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
 from eagleray.kernels.kv_cache import CacheShape, KVCache
@@ -34,7 +34,7 @@ from eagleray.models.size import activation_bytes
 from eagleray.models.spec import ModelSpec
 from eagleray.models.update import TensorNames, WeightUpdate
 from eagleray.models.updates import ModelUpdates
-from eagleray.models.weights import Param, Weights
+from eagleray.models.weights import Cut, Param, Weights
 from eagleray.process.malloc import malloc_trim
 
 TRIAL_TOKENS = 16
@@ -144,7 +144,7 @@ class Model(ABC):
             yield from self.make_layer(index).names()
         yield from self._make_norm().names()
         if self.spec.num_labels:
-            yield LABEL_HEAD
+            yield self._score_name
 
     def may_be_dropped(self, name: str) -> bool:
         """Whether a checkpoint may have a tensor of this name, although no layer needs it: old ones hold computed
@@ -254,9 +254,29 @@ class Model(ABC):
     def _make_norm(self) -> WeightGroup:
         return norm("model.norm", self.spec.hidden_size, self.spec.norm_eps)
 
+    @property
+    def _score_name(self) -> str:
+        """Name of the tensor with the head of a classifier."""
+        if not self.spec.label_tokens:
+            return LABEL_HEAD
+        return EMBEDDING if self.spec.tie_embeddings else HEAD
+
     def _make_score(self) -> WeightGroup:
-        weight = Param(LABEL_HEAD, (self.spec.num_labels, self.spec.hidden_size))
-        return WeightGroup([weight], lambda weights, kernels: weights.load(weight))
+        """Declare the head of a classifier: a tensor of its own, or rows of the head that predicts tokens. These are
+        read with the rows between them, as one shard."""
+        spec, tokens = self.spec, self.spec.label_tokens
+        if not tokens:
+            weight = Param(LABEL_HEAD, (spec.num_labels, spec.hidden_size))
+            return WeightGroup([weight], lambda weights, kernels: weights.load(weight))
+        first = min(tokens)
+        shard = Param(self._score_name, (spec.vocab_size, spec.hidden_size), Cut(0, range(first, max(tokens) + 1)))
+
+        def make(weights: Weights, kernels: KernelBackend) -> Tensor:
+            loaded = weights.load(shard)
+            rows = torch.stack([loaded[token - first] for token in tokens]).float()
+            return rows if spec.num_labels == len(tokens) else rows[1:] - rows[:1]
+
+        return WeightGroup([shard], make)
 
     def cache_shape(self, block_size: int) -> CacheShape:
         """Return the shape of the cache that `forward` needs, with blocks of `block_size` tokens."""

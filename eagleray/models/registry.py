@@ -180,7 +180,11 @@ def _read_spec(config: ConfigFile, family: type[Model], pooling: PoolingSpec | N
     if config.get("is_causal") is False:
         config.fail("`is_causal` is false, but attention to later tokens is not supported")
     name = config.fields["architectures"][0]
-    return replace(spec, architecture=name, pools=True, num_labels=len(pooling.labels))
+    if pooling.label_tokens and max(pooling.label_tokens) >= spec.vocab_size:
+        config.fail(f"`classifier_from_token` names token {max(pooling.label_tokens)}, which the model does not have")
+    return replace(
+        spec, architecture=name, pools=True, num_labels=len(pooling.labels), label_tokens=pooling.label_tokens
+    )
 
 
 def find_family(config: ConfigFile) -> type[Model]:

@@ -107,6 +107,8 @@ class ModelSpec:
     """Whether the model has no head that predicts tokens, because its hidden states are pooled."""
     num_labels: int = 0
     """Number of outputs of the head of a classifier; 0: it has none."""
+    label_tokens: tuple[int, ...] = ()
+    """See `PoolingSpec`."""
 
     @property
     def is_mxfp4(self) -> bool:

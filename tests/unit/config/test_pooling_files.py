@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import write_tokenizer
+from tokenizers import Tokenizer
 
 from eagleray.config.pooling_spec import PoolingSpec
 from eagleray.config.sections import ModelConfig
@@ -132,6 +134,44 @@ def test_find_pooling_matryoshka_fields_are_read(tmp_path: Path):
     spec = find(tmp_path, architecture("Qwen3Model") | {"matryoshka_dimensions": [32, 64]})
     assert spec is not None
     assert (spec.is_matryoshka, spec.matryoshka_dimensions) == (True, (32, 64))
+
+
+def test_find_pooling_folder_outside_of_the_checkpoint_is_refused(tmp_path: Path):
+    write_modules(tmp_path, {"pooling_mode_lasttoken": True})
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "models.Pooling", "path": "../other"}]))
+    with pytest.raises(CheckpointError, match="outside of the checkpoint"):
+        find(tmp_path, architecture("Qwen3ForCausalLM"))
+
+
+ORIGINAL = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "classifier_from_token": ["a", "<|im_end|>"],
+    "is_original_qwen3_reranker": True,
+}
+"""What vLLM's users give as `hf_overrides` for a reranker that is stored with the head that predicts tokens."""
+
+
+def test_find_pooling_tokens_make_the_head_of_a_reranker(tmp_path: Path):
+    write_tokenizer(tmp_path, vocab_size=300)
+    spec = find(tmp_path, architecture("Qwen3ForCausalLM"), hf_overrides=ORIGINAL)
+    assert spec is not None
+    assert (spec.kind, spec.activation, spec.labels) == ("classify", "sigmoid", ("LABEL_0",))
+    assert spec.label_tokens == (Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("a"), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"classifier_from_token": ["a", "no such token"]}, "'no such token' is not a token of"),
+        ({"classifier_from_token": "a"}, "must be a list of tokens"),
+        ({"classifier_from_token": ["a"]}, "with 1 tokens"),
+        ({"is_original_qwen3_reranker": None}, "`method` is None with 2 tokens"),
+    ],
+)
+def test_find_pooling_wrong_tokens_of_a_reranker_are_refused(tmp_path: Path, changes: dict[str, Any], message: str):
+    write_tokenizer(tmp_path, vocab_size=300)
+    with pytest.raises(ConfigError, match=message):
+        find(tmp_path, architecture("Qwen3ForCausalLM"), hf_overrides=ORIGINAL | changes)
 
 
 def test_find_pooling_pooler_config_overrules_modules(tmp_path: Path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, make_pooling_checkpoint
 from harness import LocalEngine
+from oracle import oracle
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from eagleray.errors import ConfigError, InvalidRequest, PromptTooLong
@@ -103,6 +104,22 @@ def test_engine_generating_checkpoint_pools_with_runner_pooling(tmp_path: Path):
     engine = LocalEngine(checkpoint, runner="pooling", pooler_config={"pooling_type": "MEAN"})
     for prompt, vector in zip(PROMPTS, pool(engine, PROMPTS), strict=True):
         np.testing.assert_allclose(vector, mean(hidden_states(checkpoint, prompt)), **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])  # with tied weights, and without
+def test_engine_reranker_of_two_tokens_compares_their_logits(tmp_path: Path, family: str):
+    checkpoint = make_checkpoint(tmp_path, family)
+    overrides = {
+        "architectures": [f"{family.capitalize()}ForSequenceClassification"],
+        "classifier_from_token": ["a", "<|im_end|>"],
+        "method": "from_2_way_softmax",
+    }
+    engine = LocalEngine(checkpoint, hf_overrides=overrides)
+    assert engine.info.pooling is not None
+    no, yes = engine.info.pooling.label_tokens
+    for prompt, vector in zip(PROMPTS, pool(engine, PROMPTS), strict=True):
+        logits = oracle(checkpoint).logits(prompt)[-1].numpy()
+        np.testing.assert_allclose(vector, [logits[yes] - logits[no]], rtol=2e-4, atol=2e-4)
 
 
 def test_engine_of_several_workers_pools_as_one(tmp_path: Path):
