@@ -17,6 +17,8 @@ FOREIGN = {
     *("RAY_preload_python_modules", "py_modules", "working_dir"),  # Ray's
     *("figures.json", "gpu.json", "probe.py"),  # files that the reader writes
     *("Forwarded", "Origin"),  # HTTP's
+    *("ForSequenceClassification", "LlamaForSequenceClassification", "MistralModel", "Qwen3Model"),  # architectures
+    *("1_Pooling/config.json", "modules.json"),  # files of sentence-transformers
     "--rollout-external-engine-addrs",  # slime's
     *("--no-deps", "--no-index", "--target"),  # pip's
     *("adapter_config.json", "modules_to_save"),  # PEFT's
