@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
+import time
 
+from eagleray.cli.chat_history import ChatHistory
 from eagleray.cli.remote import Remote, add_remote_flags
 from eagleray.cli.terminal import read_lines
+from eagleray.errors import EagleRayError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,13 +20,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     remote = Remote(arguments)
-    messages = [{"role": "system", "content": arguments.system_prompt}] if arguments.system_prompt else []
-    for line in [arguments.quick] if arguments.quick else read_lines("> "):
-        messages.append({"role": "user", "content": line})
-        answer = ""
-        for choice in remote.stream("/chat/completions", {"messages": messages}):
-            text = choice["delta"].get("content") or ""
-            print(text, end="", flush=True)
-            answer += text
-        print()
-        messages.append({"role": "assistant", "content": answer})
+    history = ChatHistory(arguments.system_prompt)
+    if arguments.quick:
+        history.ask(arguments.quick)
+        _answer(remote, history)
+        return
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        print(f"{remote.model} at {remote.url}. Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands.")
+    for line in read_lines("> "):
+        notice = history.read(line)
+        if notice is not None:
+            print(notice)
+        elif is_terminal:
+            _answer_or_explain(remote, history)
+        else:
+            _answer(remote, history)
+
+
+def _answer_or_explain(remote: Remote, history: ChatHistory) -> None:
+    """Print an answer and its speed, or the reason for which there is none. Ctrl-C ends the answer alone."""
+    start = time.monotonic()
+    try:
+        num_tokens = _answer(remote, history)
+        speed = num_tokens / (time.monotonic() - start)
+        print(f"[{num_tokens} tokens, {speed:.1f} tokens/s]", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(" [stopped]")
+    except EagleRayError as error:
+        history.forget_question()
+        print(f"eagleray: {error}", file=sys.stderr)
+
+
+def _answer(remote: Remote, history: ChatHistory) -> int:
+    """Print the answer as it comes and keep it, also if Ctrl-C ends it. Returns the number of its tokens."""
+    answer = ""
+    num_parts = 0
+    fields = {"messages": history.messages, "stream_options": {"include_usage": True}}
+    try:
+        with contextlib.closing(remote.stream("/chat/completions", fields)) as choices:
+            for choice in choices:
+                text = choice["delta"].get("content") or ""
+                print(text, end="", flush=True)
+                answer += text
+                num_parts += 1
+    except KeyboardInterrupt:
+        history.answer(answer)
+        raise
+    print()
+    history.answer(answer)
+    return remote.num_tokens or num_parts

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"eagleray: error: {error}", file=sys.stderr)
         return 2
     except EagleRayError as error:
-        print(f"eagleray: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"eagleray: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,15 +29,21 @@ class Remote:
         self._url = urlsplit(arguments.url)
         if self._url.scheme not in ("http", "https") or not self._url.hostname:
             raise UserError(f"--url {arguments.url}: expected http://HOST:PORT/v1")
+        if self._url.path in ("", "/"):
+            self._url = self._url._replace(path="/v1")
+        self.url = self._url.geturl()
         key = client_key(arguments.api_key)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._fields = {
             name: value for name in ("max_tokens", "temperature") if (value := getattr(arguments, name)) is not None
         }
-        self._fields["model"] = arguments.model_name or self._first_model()
+        self.model = self._fields["model"] = arguments.model_name or self._first_model()
+        self.num_tokens = 0
+        """Number of tokens of the last streamed answer; 0 if the server did not tell it."""
 
-    def stream(self, route: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the first choice of every event of a streamed answer."""
+    def stream(self, route: str, fields: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """Yield the first choice of every event of a streamed answer. The server stops when the generator is closed."""
+        self.num_tokens = 0
         with self._request("POST", route, self._fields | fields | {"stream": True}) as response:
             for line in response:
                 data = line.decode().strip().removeprefix("data:").strip()
@@ -45,6 +51,7 @@ class Remote:
                     event = json.loads(data)
                     if "error" in event:
                         raise EagleRayError(event["error"]["message"])
+                    self.num_tokens = (event.get("usage") or {}).get("completion_tokens", 0)
                     yield from event["choices"][:1]
 
     def _first_model(self) -> str:
@@ -60,7 +67,7 @@ class Remote:
             )
             response = connection.getresponse()
         except OSError as error:
-            raise Unavailable(f"no server answers at {self._url.geturl()}: {error}") from None
+            raise Unavailable(f"no server answers at {self.url}: {error}") from None
         if response.status != 200:
             raise UserError(f"the server refused ({response.status}): {_message(response.read())}")
         return response

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 def read_lines(prompt: str) -> Iterator[str]:
-    """Yield every line that is not empty, until the end of the input."""
+    """Yield every line that is not empty, until the end of the input. Ctrl-C empties the line."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` a history and editing
     while True:
@@ -16,5 +16,8 @@ def read_lines(prompt: str) -> Iterator[str]:
         except EOFError:
             print()
             return
+        except KeyboardInterrupt:
+            print("\nCtrl-D ends")
+            continue
         if line.strip():
             yield line
