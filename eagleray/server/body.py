@@ -249,13 +249,21 @@ def _without_gc() -> Iterator[None]:
 
 @contextlib.contextmanager
 def field_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Give the field of an `InvalidRequest` from inside the block the name that it has in `names`, if it has one."""
+    """Give the fields of an `InvalidRequest` from inside the block the names that they have in `names`, if any."""
     try:
         yield
+    except InvalidFields as error:
+        raise InvalidFields([_renamed(reason, names) for reason in error.reasons]) from None
     except InvalidRequest as error:
-        if error.param is not None:
-            error.param = names.get(error.param, error.param)
-        raise
+        raise _renamed(error, names)  # noqa: B904 - the same error
+
+
+def _renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    own = error.param
+    if own is not None and own in names:
+        error.param = names[own]
+        error.args = (str(error).replace(f"`{own}`", f"`{error.param}`"), *error.args[1:])
+    return error
 
 
 def _choices(schema: dict[str, Any]) -> list[str]:

@@ -18,6 +18,9 @@ MAX_TEMPLATE_VARIABLES = 256
 MAX_TEMPLATE_CHARS = 2**18
 """Length of a template in a request. The longest published ones have some 2**15 characters."""
 
+EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
+"""Variables of chat templates that `reasoning_effort` sets."""
+
 TEXT_PART_SCHEMA = {
     "type": "object",
     "description": "A part of a message's content. Text is the only kind.",
@@ -140,5 +143,5 @@ def template_variables(defaults: Mapping[str, Any], fields: TemplateFields) -> d
     """
     given = fields.chat_template_kwargs or {}
     effort = fields.reasoning_effort
-    of_effort = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    of_effort = {} if effort is None else dict(zip(EFFORT_VARIABLES, (effort, effort != "none"), strict=True))
     return {**defaults, **of_effort, **given}

@@ -86,8 +86,14 @@ def _coerce_items(values: list[Any], kind: inspect.Type) -> list[Any]:
 
 
 def _takes_anywhere(kind: inspect.Type, python_type: type) -> bool:
-    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    return any(_takes(one, python_type()) for one in kinds)
+    return any(_takes(one, python_type()) for one in alternatives(kind))
+
+
+def alternatives(kind: inspect.Type) -> tuple[inspect.Type, ...]:
+    """Return the types of a union, or the only type."""
+    if isinstance(kind, inspect.Metadata):
+        return alternatives(kind.type)
+    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
 
 
 def _to_int(value: Any) -> Any:

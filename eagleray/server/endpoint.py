@@ -45,6 +45,8 @@ class Operation(NamedTuple):
     summary: str
     request_body: type | None = None
     """Struct of the JSON body; None: no body."""
+    body_rules: Mapping[str, Any] | None = None
+    """JSON schema that a body satisfies beside the one of its struct."""
     fates: Mapping[str, Fate] | None = None
     """Treatment of fields that the struct does not have; None: they are refused."""
     takes_query: bool = False
@@ -55,8 +57,8 @@ class Operation(NamedTuple):
     """Whether the answer is msgpack for requests that accept it."""
     stream_event: Any = None
     """Type of the events under `"stream": true`; None: does not stream."""
-    headers: Mapping[str, str] = {}
-    """Descriptions of the headers that the operation reads, by name."""
+    headers: Mapping[str, Mapping[str, Any]] = {}
+    """JSON schemas of the headers that the operation reads, by name."""
     error_statuses: tuple[int, ...] = ()
     """Statuses of errors, without those of every route."""
 

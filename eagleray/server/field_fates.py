@@ -44,6 +44,11 @@ def refused(feature: Feature, *off: Any, equal_to: str = "") -> Fate:
     return Fate("refuse", off, feature, equal_to)
 
 
+RESPONSE_FORMAT = Feature(
+    "structured outputs",
+    "leave it out, describe the form in the prompt and check the answer ('response_format' of type 'json_schema' is "
+    "not supported with this model)",  # LangChain looks for this text
+)
 STRUCTURED_OUTPUTS = Feature(
     "structured outputs", "leave it out, describe the form in the prompt and check the answer, or use a stop string"
 )
@@ -111,7 +116,7 @@ COMMON: Mapping[str, Fate] = {
     "length_penalty": refused(BEAM_SEARCH, 1.0),
     "early_stopping": refused(BEAM_SEARCH, False),
     "spaces_between_special_tokens": ACCEPTED,
-    "response_format": refused(STRUCTURED_OUTPUTS, {"type": "text"}),
+    "response_format": refused(RESPONSE_FORMAT, {"type": "text"}),
     "structured_outputs": refused(STRUCTURED_OUTPUTS),
     "include_reasoning": refused(REASONING, True),
     "separate_reasoning": refused(REASONING, False),
@@ -139,6 +144,12 @@ COMPLETION_FATES: Mapping[str, Fate] = {
     "messages": refused(Feature("messages on this route", "send them to /v1/chat/completions"), []),
 }
 """Table of /v1/completions."""
+
+TOKENIZE_FATES: Mapping[str, Fate] = {
+    "media_io_kwargs": refused(MEDIA, {}),
+    "mm_processor_kwargs": refused(MEDIA, {}),
+}
+"""Table of /tokenize."""
 
 CHAT_FATES: Mapping[str, Fate] = {
     **COMMON,

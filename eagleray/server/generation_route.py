@@ -39,7 +39,7 @@ from eagleray.server.http_responses import (
 )
 from eagleray.server.logprobs import LogprobsCollector, PromptLogprobList, encoded_prompt_logprobs
 from eagleray.server.refusals import InvalidFields, Reasons
-from eagleray.server.routing_headers import ROUTING_HEADERS, requested_rank, session_name
+from eagleray.server.routing_headers import requested_rank, routing_headers, session_name
 from eagleray.server.service import Service
 
 
@@ -74,7 +74,7 @@ class GenerationRoute(Generic[Body, Chunk]):
             response=self._parsed_type.response_type,
             gives_msgpack=self._parsed_type.gives_msgpack,
             stream_event=self._parsed_type.chunk_type,
-            headers=ROUTING_HEADERS,
+            headers=routing_headers(self._service.ranks),
             error_statuses=(400, 404, 413, 429, 500, 503, 504),
         )
         return [Endpoint(self._parsed_type.path, error_form=self._parsed_type.error_form, post=create)]

@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from eagleray.errors import InvalidRequest, UnsupportedParameter
 from eagleray.log import get_logger
-from eagleray.server.coercion import coerce, field_types
+from eagleray.server.coercion import alternatives, coerce, field_types
 from eagleray.server.field_fates import Fate, Feature
 
 logger = get_logger(__name__)
@@ -136,7 +136,7 @@ class _FieldReader:
         try:
             return msgspec.convert(coerce(value, kind), annotation, str_keys=True)
         except msgspec.ValidationError as error:
-            self._wrong.append(self._explain(str(error), path))
+            self._wrong.append(_wrong_entry(value, kind, path) or self._explain(str(error), path))
         except RecursionError:
             self._wrong.append(InvalidRequest(f"`{path}` is nested too deeply", param=path))
         return None
@@ -171,8 +171,20 @@ def unsupported_feature(feature: Feature, names: Iterable[str]) -> UnsupportedPa
 
 def _struct_of(kind: inspect.Type) -> type[Any] | None:
     """Return the struct that a value of this type is or may be."""
-    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    return next((one.cls for one in kinds if isinstance(one, inspect.StructType)), None)
+    return next((one.cls for one in alternatives(kind) if isinstance(one, inspect.StructType)), None)
+
+
+def _wrong_entry(value: Any, kind: inspect.Type, path: str) -> InvalidRequest | None:
+    """Return the error for the first wrong entry of a `value` that is an object and should be one by token ids."""
+    by_token = next((one for one in alternatives(kind) if isinstance(one, inspect.DictType)), None)
+    if by_token is None or not isinstance(by_token.key_type, inspect.IntType) or not isinstance(value, dict):
+        return None
+    for key, item in value.items():
+        if not isinstance(coerce(key, by_token.key_type), int):
+            return InvalidRequest(f"`{path}`: the key {key!r:.40} is not a token id", param=path)
+        if not isinstance(coerce(item, by_token.value_type), int | float):
+            return InvalidRequest(f"`{path}`: the value of {key!r:.40} must be a number", param=path)
+    return None
 
 
 def _is_off(value: Any, fate: Fate, fields: Mapping[str, Any]) -> bool:

@@ -121,12 +121,12 @@ def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
         success["content"]["text/event-stream"] = {"schema": schema_of[operation.stream_event]}
     described: dict[str, Any] = {"summary": operation.summary, "responses": {"200": success}}
     if operation.request_body is not None:
-        body = {"application/json": {"schema": schema_of[operation.request_body]}}
+        schema = schema_of[operation.request_body]
+        if operation.body_rules is not None:
+            schema = {"allOf": [schema, operation.body_rules]}
+        body = {"application/json": {"schema": schema}}
         described["requestBody"] = {"required": not operation.takes_query, "content": body}
-    parameters = [
-        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
-        for name, text in operation.headers.items()
-    ]
+    parameters = [{"name": name, "in": "header", "schema": schema} for name, schema in operation.headers.items()]
     if operation.takes_query and operation.request_body is not None:
         parameters += _query_parameters(operation.request_body)
     if parameters:

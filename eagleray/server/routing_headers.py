@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from starlette.datastructures import Headers
 
@@ -10,13 +11,26 @@ from eagleray.errors import InvalidRequest
 
 RANK = "X-data-parallel-rank"
 SESSION = "X-Session-ID"
-ROUTING_HEADERS = {
-    RANK: "Rank of the engine that the request must go to.",
-    SESSION: "Name of a session, up to 256 visible ASCII characters. Its requests go to the same engine.",
-}
 NUMBER = re.compile(r"[0-9]{1,9}")
 MAX_SESSION_CHARS = 256
 SESSION_NAME = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+def routing_headers(ranks: range) -> dict[str, dict[str, Any]]:
+    """Return the JSON schemas of the headers, for a server that has engines of these ranks."""
+    return {
+        RANK: {
+            "type": "integer",
+            "minimum": ranks[0],
+            "maximum": ranks[-1],
+            "description": "Rank of the engine that the request must go to.",
+        },
+        SESSION: {
+            "type": "string",
+            "pattern": f"^{SESSION_NAME.pattern}$",
+            "description": "Name of a session. Its requests go to the same engine.",
+        },
+    }
 
 
 def requested_rank(headers: Headers, ranks: range) -> int | None:

@@ -24,7 +24,7 @@ from eagleray.messages.membership import EngineInfo
 from eagleray.metrics.exposition import Metrics
 from eagleray.metrics.ledger import Ledger
 from eagleray.server.admission import Admission
-from eagleray.server.body import BodyDecoder
+from eagleray.server.body import IGNORED_FIELDS, BodyDecoder
 from eagleray.server.field_fates import Fate
 from eagleray.server.fingerprint import system_fingerprint
 from eagleray.server.lenient_body import IgnoredFieldLog
@@ -138,6 +138,11 @@ class Service:
             self.check_engine()
             raise Unavailable("no engine is ready, try again in a moment")
         return self.client.engine_info
+
+    def report_ignored(self, state: dict[str, Any], name: str) -> None:
+        """Report a field of the request of this state that turned out to have no effect, as unknown ones are."""
+        self._ignored_log.note([name])
+        state[IGNORED_FIELDS] = ", ".join(filter(None, (state.get(IGNORED_FIELDS), name)))
 
     def find_model(self, name: str | None) -> Adapter | None:
         """Return the adapter of this name, None for a name of the model itself. Raises `UnknownModel` for any other."""

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from eagleray.errors import InvalidRequest
 from eagleray.server.chat_messages import Messages, check_template_fields, render_chat
 from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.field_fates import TOKENIZE_FATES
 from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.service import Service
 
@@ -63,17 +64,31 @@ CONVERSATION_FIELDS = (
 )
 
 
+EITHER_FORM = {
+    "oneOf": [
+        {
+            "properties": {"prompt": {"type": "string"}, **{name: {"type": "null"} for name in CONVERSATION_FIELDS}},
+            "required": ["prompt"],
+        },
+        {"properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}, "required": ["messages"]},
+    ]
+}
+"""Rule that a body has a text or a conversation, and fields of a conversation only with one."""
+
+
 class TokenRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._tokenize_body = service.body_decoder(TokenizeRequest)
-        self._detokenize_body = service.body_decoder(DetokenizeRequest)
+        self._tokenize_body = service.body_decoder(TokenizeRequest, TOKENIZE_FATES)
+        self._detokenize_body = service.body_decoder(DetokenizeRequest, {})
 
     def endpoints(self) -> list[Endpoint]:
         tokenize = Operation(
             self.tokenize,
             "The token ids of a text or a conversation.",
             request_body=TokenizeRequest,
+            body_rules=EITHER_FORM,
+            fates=TOKENIZE_FATES,
             response=TokenizeResponse,
             error_statuses=(400, 404, 413),
         )
@@ -81,6 +96,7 @@ class TokenRoutes:
             self.detokenize,
             "The text of token ids.",
             request_body=DetokenizeRequest,
+            fates={},
             response=DetokenizeResponse,
             error_statuses=(400, 404, 413),
         )

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -218,9 +218,9 @@ class Tokenizer:
             budget=budget,
         )
 
-    def template_uses(self, variable: str) -> bool:
-        """Whether the model's chat template has a variable of this name."""
-        return self._chat_template.uses(variable)
+    def template_uses(self, variables: Iterable[str]) -> bool:
+        """Whether the model's chat template has one of these variables."""
+        return any(map(self._chat_template.uses, variables))
 
     def _bytes_of(self, token_id: int) -> bytes:
         if self.is_byte_level:

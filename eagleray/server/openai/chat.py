@@ -6,13 +6,14 @@ import functools
 from collections.abc import AsyncIterator
 
 from msgspec import UNSET, UnsetType
+from starlette.requests import Request
 
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import field_names
-from eagleray.server.chat_messages import check_template_fields, message_text, render_chat
+from eagleray.server.chat_messages import EFFORT_VARIABLES, check_template_fields, message_text, render_chat
 from eagleray.server.field_fates import CHAT_FATES, TOOL_CALLS
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
 from eagleray.server.generation_route import ParsedRequest
@@ -30,6 +31,7 @@ from eagleray.server.openai.responses import (
 from eagleray.server.prompt_truncation import encode_prompt
 from eagleray.server.refusals import Reasons
 from eagleray.server.routed_experts import routed_experts
+from eagleray.server.service import Service
 
 FIELD_NAMES = {"prompt": "messages"}
 
@@ -46,6 +48,12 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
     id_prefix = "chatcmpl-"
     _prompt_text: str | UnsetType = UNSET
     """The rendered prompt, if the answer shows it."""
+
+    def __init__(self, service: Service, body: ChatRequest, request: Request) -> None:
+        super().__init__(service, body, request)
+        effort = body.reasoning_effort
+        if effort not in (None, "none") and not service.tokenizer.template_uses(EFFORT_VARIABLES):
+            service.report_ignored(request.scope["state"], "reasoning_effort")
 
     def _check_features(self, reasons: Reasons) -> None:
         body = self.body

@@ -47,7 +47,7 @@ from eagleray.server.pooling.requests import (
     texts_of,
 )
 from eagleray.server.pooling.responses import PoolingUsage
-from eagleray.server.routing_headers import ROUTING_HEADERS, requested_rank, session_name
+from eagleray.server.routing_headers import requested_rank, routing_headers, session_name
 from eagleray.server.service import Service
 
 LARGE_ANSWER_NUMBERS = 2**16
@@ -115,7 +115,7 @@ class PoolingRoutes:
             request_body=body_type,
             fates=POOLING_FATES,
             response=response_type,
-            headers=ROUTING_HEADERS,
+            headers=routing_headers(self._service.ranks),
             error_statuses=(400, 404, 413, 429, 500, 503, 504),
         )
 

@@ -29,7 +29,7 @@ from eagleray.server.generation import Generation, GenerationGroup, GenerationTa
 from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.http_responses import Emit, EventStream, json_response, unless_disconnected
 from eagleray.server.logprobs import slices
-from eagleray.server.routing_headers import ROUTING_HEADERS
+from eagleray.server.routing_headers import routing_headers
 from eagleray.server.service import Service
 from eagleray.server.sglang.completions import MetaInfo, SGLangCompletion, finish_reason
 from eagleray.server.sglang.logprobs import EntryFormat, GrowingList, SGLangLogprobs
@@ -86,7 +86,7 @@ class SGLangGenerateRoute:
             request_body=SGLangGenerateRequest,
             response=SGLangCompletion | list[SGLangCompletion],
             stream_event=SGLangCompletion,
-            headers=ROUTING_HEADERS,
+            headers=routing_headers(self._service.ranks),
             error_statuses=(400, 404, 413, 429, 500, 503, 504),
         )
         return [Endpoint("/generate", post=generate)]

@@ -72,7 +72,7 @@ def test_detokenize_returns_the_text(api):
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
-        ("/tokenize", {"prompt": "x", "text": "x"}, "text"),
+        ("/tokenize", {"prompt": "x", "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
