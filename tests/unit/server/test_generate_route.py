@@ -269,7 +269,7 @@ def test_generate_several_reasons_are_named_in_one_error(api):
     params = {"temperature": -1, "structured_outputs": {"json": {}}}
     error = api.post(PATH, {"token_ids": [5], "sampling_params": params}).json()["error"]
     assert (error["param"], error["code"]) == ("sampling_params.structured_outputs", "unsupported_parameter")
-    assert "`temperature`" in error["message"]
+    assert "`sampling_params.temperature`" in error["message"]
 
 
 def test_generate_stop_string_ends_the_token_ids(api):
