@@ -73,8 +73,7 @@ class EngineArgs:
             if name not in defaults:
                 raise _unknown(name)
         config = build_config(**known.options)
-        if known.notes:
-            setup_logging("llm", config.observability.log_level)
+        setup_logging("llm", config.observability.log_level)
         for note in known.notes:
             logger.info("%s", note)
         return msgspec.structs.replace(config, model=prepare_model(config.model))

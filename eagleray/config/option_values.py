@@ -113,7 +113,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "kv_cache_dtype": _words({"fp8_e4m3": "fp8"}),
     "max_model_len": lambda value: "auto" if str(value).strip().lower() in ("-1", "auto") else value,
     "generation_config": _words({"vllm": "none"}),
-    "hf_token": lambda token: "" if token is True else token,
+    "hf_token": lambda token: "" if token is True else token or None,
     "load_format": _words(dict.fromkeys(("runai_streamer", "fastsafetensors", "instanttensor"), "safetensors")),
     "worker_extension_cls": _words({"": None}),
     "log_level": log_level,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import tempfile
 import time
 from collections import deque
@@ -17,14 +18,17 @@ from typing import TypeVar
 from eagleray.errors import CheckpointError, EagleRayError
 from eagleray.hub.cache import COMMIT, CachedRepo
 from eagleray.hub.disk_space import check_space
-from eagleray.hub.file_lock import file_lock
+from eagleray.hub.file_lock import file_lock, free_lock
 from eagleray.hub.hub_errors import explain
 from eagleray.hub.needs import NeededFiles
 from eagleray.hub.options import HubOptions
 from eagleray.hub.progress_bar import DownloadProgress
 from eagleray.hub.repo_files import choose_files
+from eagleray.log import get_logger
 
 T = TypeVar("T")
+
+logger = get_logger(__name__)
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 
@@ -37,6 +41,9 @@ RETRIED_STATUSES = (429, 500, 502, 503, 504)
 
 MAX_THREADS = 8
 """Files that are downloaded at the same time."""
+
+LEFTOVER = re.compile(r"([0-9A-Za-z]+)\.[0-9a-f]{8}\.incomplete")
+"""Name of the unfinished file of one download, after the name of its blob."""
 
 CANCEL_SECONDS = 2.0
 """Time for which threads may end, so that they remove the files that they have begun."""
@@ -67,6 +74,7 @@ def download(repo: CachedRepo, revision: str, needs: NeededFiles, options: HubOp
         listing = _list_files(repo, revision, needs, options, endpoint)
         purpose = f"model {repo.repo_id!r}"
         with file_lock(repo.lock_file, timeout=options.lock_timeout, purpose=purpose):
+            _remove_leftovers(repo)
             snapshot = repo.snapshot(listing.commit)
             absent = {name: size for name, size in listing.sizes.items() if not (snapshot / name).is_file()}
             check_space(repo.path, sum(size or 0 for size in absent.values()), name=repo.repo_id)
@@ -101,6 +109,8 @@ def _fetch_files(
     pending = deque(sorted(sizes, key=lambda name: sizes[name] or 0))
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
     with DownloadProgress(repo.repo_id, total) as progress:
+        size = "unknown size" if total is None else f"{total / 2**20:,.1f} MiB"
+        logger.info("downloading %s (files: %d, %s) to %s", repo.repo_id, len(sizes), size, repo.cache)
         fetch = _file_fetcher(repo, commit, options, endpoint, progress)
         # daemons, so that a program that is interrupted does not wait for a slow hub
         threads = [Thread(target=_fetch_each, args=(fetch, pending, ended), daemon=True) for _ in range(MAX_THREADS)]
@@ -152,6 +162,16 @@ def _file_fetcher(
         )
 
     return fetch
+
+
+def _remove_leftovers(repo: CachedRepo) -> None:
+    """Remove files of downloads that were killed. Each has a name of its own, so that no later download goes on with
+    it; a file that is being downloaded is recognized by its blob's lock."""
+    for path in (repo.path / "blobs").glob("*.incomplete"):
+        if match := LEFTOVER.fullmatch(path.name):
+            with free_lock(repo.lock_file.with_name(f"{match[1]}.lock")) as is_free:
+                if is_free:
+                    path.unlink(missing_ok=True)
 
 
 def _write_ref(repo: CachedRepo, revision: str, commit: str) -> None:

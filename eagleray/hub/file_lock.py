@@ -39,6 +39,24 @@ def file_lock(path: Path, *, timeout: float, purpose: str) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextmanager
+def free_lock(path: Path) -> Iterator[bool]:
+    """Hold the lock of a file within the block if no other process has it. Yields whether it is held."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(descriptor)
+
+
 def _wait_for(descriptor: int, path: Path, timeout: float, purpose: str) -> None:
     deadline = time.monotonic() + timeout
     is_logged = False

@@ -11,6 +11,10 @@ from eagleray.hub.disk_space import full_disk
 MAX_DETAIL_CHARS = 300
 
 
+class HubUnreachable(CheckpointError):
+    """The hub did not answer, or answered that it has a problem, so that another attempt may succeed."""
+
+
 def download_command(repo: CachedRepo, revision: str) -> str:
     """Return a command that downloads a model to this cache."""
     option = "" if revision == "main" else f" --revision {revision}"
@@ -66,8 +70,9 @@ def explain(error: Exception, repo: CachedRepo, revision: str, *, endpoint: str,
             f"{_nearest(repo)}; check the spelling, or for a private model give a token in HF_TOKEN or as `--hf-token`"
         )
     if status is not None:
-        return CheckpointError(f"model {repo_id!r}: {endpoint} answered with status {status}: {_detail(error)}")
-    return CheckpointError(
+        kind = HubUnreachable if status == 429 or status >= 500 else CheckpointError
+        return kind(f"model {repo_id!r}: {endpoint} answered with status {status}: {_detail(error)}")
+    return HubUnreachable(
         f"model {repo_id!r}: there is no such directory, it is not complete in the cache {str(repo.cache)!r}, and "
         f"{endpoint} cannot be reached ({_detail(error)}){_nearest(repo)}; check the connection or HF_ENDPOINT, or "
         f"elsewhere run {download_command(repo, revision)} and copy the cache"
@@ -75,7 +80,7 @@ def explain(error: Exception, repo: CachedRepo, revision: str, *, endpoint: str,
 
 
 def _nearest(repo: CachedRepo) -> str:
-    nearest = nearest_ids(repo.cache, repo.repo_id)
+    nearest = [one for one in nearest_ids(repo.cache, repo.repo_id) if one != repo.repo_id]
     return f" (it has {', '.join(nearest)})" if nearest else ""
 
 

@@ -5,6 +5,7 @@ Names are searched in this order: a directory, the cache, the hub.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -14,8 +15,9 @@ from eagleray.config.sections import ModelConfig
 from eagleray.errors import CheckpointError
 from eagleray.hub.cache import COMMIT, DEFAULT_REVISION, REVISION, CachedRepo, is_hub_id, is_offline
 from eagleray.hub.download import download
-from eagleray.hub.hub_errors import incomplete_offline, not_cached_offline
+from eagleray.hub.hub_errors import HubUnreachable, incomplete_offline, not_cached_offline
 from eagleray.hub.locate import checkpoint_dir, tokenizer_dir
+from eagleray.hub.model_json import generation_file
 from eagleray.hub.needs import NeededFiles, missing_file
 from eagleray.hub.options import HubOptions
 from eagleray.hub.url_models import fetch_url, is_url
@@ -23,11 +25,15 @@ from eagleray.log import get_logger
 
 logger = get_logger(__name__)
 
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 2.0, 30.0
+"""Pauses of a node between two attempts to reach a hub: a short outage must not cost an engine."""
+
 
 def prepare_model(model: ModelConfig) -> ModelConfig:
     """Return the configuration pinned to directories, commits and copies that are on this host and complete.
 
-    Called once, by the program that starts the engines. Idempotent. Raises `CheckpointError` and `DeadlineExceeded`.
+    Called once, by the program that starts the engines. Idempotent. Raises `CheckpointError`, `ConfigError` and
+    `DeadlineExceeded`.
     """
     options = HubOptions.of(model)
     model = _with_own_tokenizer(model)
@@ -44,6 +50,7 @@ def prepare_model(model: ModelConfig) -> ModelConfig:
         model, revision=revision, tokenizer_revision=tokenizer_revision, hf_config_path=config_path
     )
     checkpoint_dir(model)
+    generation_file(model)  # raises for a directory without one
     if not model.skip_tokenizer_init:
         tokenizer_dir(model)
     return model
@@ -53,9 +60,23 @@ def fetch_model(model: ModelConfig, *, timeout: float, with_weights: bool) -> No
     """Fetch the files of a pinned configuration that this node lacks, without those of the tokenizer; the processes of
     a node do it once.
 
-    Directories are not checked. `timeout`: seconds to wait for another process that fetches them.
+    Directories are not checked. `timeout`: seconds to wait for another process that fetches them, and for a hub that
+    does not answer.
     """
-    options = HubOptions.of(model, lock_timeout=timeout)
+    deadline, pause = time.monotonic() + timeout, FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            _fetch_pinned(model, HubOptions.of(model, lock_timeout=timeout), with_weights=with_weights)
+            return
+        except HubUnreachable as error:
+            if time.monotonic() + pause > deadline:
+                raise CheckpointError(str(error)) from error
+            logger.warning("%s; trying again in %.0f s", error, pause)
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
+
+
+def _fetch_pinned(model: ModelConfig, options: HubOptions, *, with_weights: bool) -> None:
     if model.model is not None and model.revision is not None:
         needs = _checkpoint_needs(model)
         needs = NeededFiles(config=needs.config, weights=needs.weights and with_weights)

@@ -12,7 +12,7 @@ from hub_fakes import COMMIT, CONFIG, FILES, index_of, write_snapshot
 
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import CheckpointError, DeadlineExceeded
-from eagleray.hub import disk_space, download
+from eagleray.hub import disk_space, download, prepare
 from eagleray.hub.cache import CachedRepo
 from eagleray.hub.file_lock import file_lock
 from eagleray.hub.locate import checkpoint_dir
@@ -79,6 +79,17 @@ def test_download_connection_that_breaks_goes_on_with_a_range(hub, monkeypatch):
     hub.cuts = {"model.safetensors": 1000}
     assert (checkpoint_dir(prepare_model(model())) / "model.safetensors").read_bytes() == data
     assert hub.ranges == ["bytes=1000-"]
+
+
+def test_download_removes_files_of_killed_downloads_alone(hub, cache):
+    repo = CachedRepo(cache, "org/model")
+    names = ["aa.0123abcd.incomplete", "bb.0123abcd.incomplete", "cc.incomplete", "dd"]
+    (repo.path / "blobs").mkdir(parents=True)
+    for name in names:
+        (repo.path / "blobs" / name).write_bytes(b"part")
+    with file_lock(repo.lock_file.with_name("bb.lock"), timeout=0, purpose="another download"):
+        prepare_model(model())
+    assert [name for name in names if (repo.path / "blobs" / name).exists()] == names[1:]
 
 
 def test_download_fewer_files_with_ignore_patterns_and_without_weights(hub):
@@ -234,6 +245,19 @@ def test_fetch_model_other_node_fetches_the_pinned_commit(hub, tmp_path):
     assert {path.name for path in checkpoint_dir(elsewhere).iterdir()} == {"config.json", "tokenizer.json"}
     fetch_model(elsewhere, timeout=10, with_weights=True)
     assert (checkpoint_dir(elsewhere) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_fetch_model_outage_of_the_hub_is_waited_for(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "FIRST_PAUSE_SECONDS", 0.01)
+    prepared = prepare_model(model())
+    elsewhere = msgspec.structs.replace(prepared, download_dir=str(tmp_path / "node"))
+    hub.failures = [503] * 2 * download.ATTEMPTS
+    fetch_model(elsewhere, timeout=10, with_weights=True)
+    assert not hub.failures
+    again = msgspec.structs.replace(prepared, download_dir=str(tmp_path / "other"))
+    hub.failures = [503] * download.ATTEMPTS
+    with pytest.raises(CheckpointError, match="answered with status 503"):
+        fetch_model(again, timeout=0, with_weights=True)
 
 
 def test_fetch_model_processes_of_a_node_download_once(hub, tmp_path):

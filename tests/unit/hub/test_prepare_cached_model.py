@@ -10,7 +10,7 @@ from hub_fakes import COMMIT, CONFIG, FILES, OTHER_COMMIT, index_of, write_snaps
 
 from eagleray.config.resolve import DEMO_MODEL_DIR, served_names
 from eagleray.config.sections import ModelConfig
-from eagleray.errors import CheckpointError
+from eagleray.errors import CheckpointError, ConfigError
 from eagleray.hub import download
 from eagleray.hub.cache import cache_dir, nearest_ids
 from eagleray.hub.locate import checkpoint_dir, config_dir, model_root, tokenizer_dir, weight_dir
@@ -101,6 +101,12 @@ def test_prepare_model_config_of_another_id(cache):
     assert config_dir(prepared) == config
     assert prepare_model(prepared) == prepared
     fetch_model(prepared, timeout=0, with_weights=True)
+
+
+def test_prepare_model_generation_config_that_is_no_directory_is_refused(cache, tmp_path):
+    write_snapshot(cache)
+    with pytest.raises(ConfigError, match="must be auto, none, or a directory"):
+        prepare_model(model(generation_config=str(tmp_path / "none")))
 
 
 def test_cache_dir_follows_option_and_environment(tmp_path, monkeypatch):
