@@ -12,7 +12,7 @@ from eagleray.config.lora_modules import check_lora
 from eagleray.config.option_values import integer
 from eagleray.config.resolve import cache_bytes, check_executor, check_experts, check_fleet, check_instance_name
 from eagleray.config.sections import Config
-from eagleray.config.serving import JSON_LISTS
+from eagleray.config.serving import JSON_LISTS, REPEATED
 from eagleray.config.suggestions import suggest
 from eagleray.config.vllm_table import MEANINGS, TABLE
 from eagleray.errors import ConfigError
@@ -75,7 +75,7 @@ def option_types() -> dict[str, Any]:
 @cache
 def list_options() -> frozenset[str]:
     """Return the names of the options that are lists, and whose flags take several values."""
-    return frozenset(name for name, kind in option_types().items() if get_origin(kind) is list) - JSON_LISTS
+    return frozenset(name for name, kind in option_types().items() if get_origin(kind) is list) - JSON_LISTS - REPEATED
 
 
 def plain_type(hint: Any) -> Any:

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from eagleray.config.build import list_options, option_types
 from eagleray.config.sections import Config
-from eagleray.config.serving import JSON_LISTS
+from eagleray.config.serving import JSON_LISTS, REPEATED
 from eagleray.config.vllm_options import flag
 from eagleray.config.vllm_table import LISTS, SPELLINGS, SWITCHES, TABLE
 from eagleray.errors import ConfigError
@@ -74,6 +74,8 @@ def _add_flag(
         keywords["action"] = argparse.BooleanOptionalAction
     elif field.name in list_options():
         keywords |= {"nargs": "+", "metavar": field.name.rpartition("_")[2].upper()}
+    elif field.name in REPEATED:
+        keywords |= {"action": "append", "metavar": "NAME"}
     elif get_origin(kind) is dict or field.name in JSON_LISTS:
         keywords["metavar"] = "JSON"
     elif get_origin(kind) is Literal:
@@ -91,8 +93,6 @@ def _add_vllm_flag(parser: argparse.ArgumentParser, name: str) -> None:
         keywords["action"] = argparse.BooleanOptionalAction
     elif name in LISTS:
         keywords["nargs"] = "+"
-    elif name == "middleware":
-        keywords["action"] = "append"
     parser.add_argument(*_spellings(parser, name), **keywords)
 
 

@@ -16,6 +16,9 @@ Permissions = Annotated[str, Meta(pattern="^[0-7]{3}$")]
 JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
 """Options that are lists of texts, and whose flags take one of them or a JSON list."""
 
+REPEATED = frozenset({"middleware"})
+"""Options that are lists, and whose flags are given once for each value."""
+
 
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP server."""
@@ -211,6 +214,13 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     allow_credentials: Annotated[
         bool, Meta(description="Let those pages send cookies and other credentials of the browser.")
     ] = False
+    middleware: Annotated[
+        list[str],
+        Meta(
+            description="ASGI middleware to put around the server, as module.name: a class that is called with the "
+            "application, or an async function of a request and the next handler. The last one is outermost."
+        ),
+    ] = []
     enable_collective_rpc: Annotated[
         bool,
         Meta(

@@ -31,11 +31,13 @@ from eagleray.server.endpoint import RequestMiddleware
 from eagleray.server.http_protocol import HttpProtocol
 from eagleray.server.timeouts import DRAIN_POLL_SECONDS, FLUSH_SECONDS
 from eagleray.server.tls import Certificates
+from eagleray.server.user_middleware import with_middleware
 from eagleray.transport.runtime_dir import no_room
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our acceptor and protocol. Raises `ConfigError` for certificates that do not fit.
+    """uvicorn's server with our acceptor and protocol. Raises `ConfigError` for certificates that do not fit, and for
+    middleware that cannot be used.
 
     It handles no signals, because the supervisor decides when it stops, and how long requests may take then.
     """
@@ -43,7 +45,8 @@ class _Server(uvicorn.Server):
     def __init__(self, app: RequestMiddleware, options: ServingConfig, counts: ConnectionCounts) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                with_middleware(app, options.middleware),
+                interface="asgi3",
                 lifespan="off",
                 ws="none",
                 log_config=None,
