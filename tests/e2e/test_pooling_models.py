@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ from checkpoints import make_pooling_checkpoint
 from serving import serve
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from eagleray import LLM, PoolingParams
+from eagleray import LLM, AsyncLLM, PoolingParams
 from eagleray.errors import InvalidRequest
 
 TEXTS = ["Hello world", "The quick brown fox jumps over the lazy dog. " * 4, "Grüße aus Köln"]
@@ -123,3 +124,21 @@ def test_llm_of_embedding_model_compares_texts(embedder):
         np.testing.assert_allclose(
             [score.outputs.score for score in scores], [first @ third, second @ third], **TOLERANCE
         )
+
+
+def test_async_llm_encodes_prompts_beside_each_other(embedder):
+    async def encode_all() -> list[list[float]]:
+        async def encode(text: str) -> list[float]:
+            (output,) = [output async for output in llm.encode(text)]
+            assert output.finished
+            return output.outputs.data.tolist()
+
+        return await asyncio.gather(*map(encode, TEXTS))
+
+    llm = AsyncLLM(str(embedder), num_threads=1)
+    try:
+        for vector, text in zip(asyncio.run(encode_all()), TEXTS, strict=True):
+            np.testing.assert_allclose(vector, normalized(mean_state(embedder, text)), **TOLERANCE)
+        assert llm.get_num_unfinished_requests() == 0
+    finally:
+        llm.shutdown()

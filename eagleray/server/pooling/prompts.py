@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from eagleray.client.pooling import pair_messages
-from eagleray.client.preprocess import Prompt
+from eagleray.client.preprocess import POOLED, Prompt
 from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.errors import InvalidRequest
-from eagleray.server.chat_messages import TemplateFields, check_template_fields, render_chat
+from eagleray.server.chat_messages import MAX_TEMPLATE_VARIABLES, TemplateFields, check_template_fields, render_chat
 from eagleray.server.prompt_parts import Prompts, split_prompts
 from eagleray.server.prompt_truncation import TruncationFields, encode_prompt, limit_token_ids
 from eagleray.server.service import Service
 
 TEXTS_AT_ONCE = 16
 """Number of short texts that are tokenized before the event loop serves others."""
-
-PAIR_VARIABLES = 256
-"""Most variables of the template for pairs, because each rendering copies them."""
 
 
 class PromptsBody(TruncationFields, Protocol):
@@ -115,33 +112,46 @@ async def encode_prompts(
 async def encode_pairs(
     service: Service, pairs: Sequence[tuple[str, str]], body: PairFieldsOfPrompts, *, has_template: bool
 ) -> list[Prompt]:
-    """Return a prompt for each pair: both texts in one, joined by the template if the server was given one."""
-    if not has_template:
-        for name in ("instruction", "chat_template_kwargs"):
-            if getattr(body, name):
-                raise InvalidRequest(
-                    f"`{name}` is for the template that joins two texts, and this server has none (option "
-                    "`chat_template`): write it into the texts",
-                    param=name,
-                )
-        return await encode_prompts(service, [first + second for first, second in pairs], body, True)
+    """Return a prompt for each pair: both texts in one, joined by the template if the server was given one.
+
+    Only one joined text exists at a time, and the tokens are counted meanwhile: one long text and many short ones make
+    far more than the body of the request has. Raises `InvalidRequest` for too many.
+    """
+    variables = _pair_variables(body, has_template=has_template)
+    prompts: list[Prompt] = []
+    for index, (first, second) in enumerate(pairs, 1):
+        text = first + second
+        if has_template:
+            text = await service.text.render(
+                pair_messages(first, second),
+                add_generation_prompt=False,
+                continue_final_message=False,
+                chat_template_kwargs=variables,
+                chat_template=None,
+                tools=None,
+                documents=None,
+            )
+        (prompt,) = await encode_prompts(service, [text], body, True)
+        prompts.append(Prompt(token_ids=prompt.token_ids))
+        if index % TEXTS_AT_ONCE == 0:
+            service.admission.check_size([one.token_ids or [] for one in prompts], POOLED, service.max_model_len)
+            await asyncio.sleep(0)
+    return prompts
+
+
+def _pair_variables(body: PairFieldsOfPrompts, *, has_template: bool) -> dict[str, Any]:
+    """Return the variables of the request for the template. Raises `InvalidRequest` if there is no template."""
     variables = dict(body.chat_template_kwargs or {})
     if body.instruction is not None:
         variables.setdefault("instruction", body.instruction)
-    if len(variables) > PAIR_VARIABLES:
+    if variables and not has_template:
         raise InvalidRequest(
-            f"`chat_template_kwargs` may have at most {PAIR_VARIABLES} entries", param="chat_template_kwargs"
+            f"`{'instruction' if body.instruction else 'chat_template_kwargs'}` is for the template that joins two "
+            "texts, and this server has none (option `chat_template`): write it into the texts",
+            param="instruction",
         )
-    texts = []
-    for first, second in pairs:
-        rendered = await service.text.render(
-            pair_messages(first, second),
-            add_generation_prompt=False,
-            continue_final_message=False,
-            chat_template_kwargs=variables,
-            chat_template=None,
-            tools=None,
-            documents=None,
+    if len(variables) > MAX_TEMPLATE_VARIABLES:
+        raise InvalidRequest(
+            f"`chat_template_kwargs` may have at most {MAX_TEMPLATE_VARIABLES} entries", param="chat_template_kwargs"
         )
-        texts.append(rendered)
-    return await encode_prompts(service, texts, body, True)
+    return variables

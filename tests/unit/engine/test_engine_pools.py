@@ -79,10 +79,14 @@ def test_engine_last_token_pooled_in_chunks_equals_transformers(tmp_path: Path, 
         np.testing.assert_allclose(vector, last(hidden_states(checkpoint, prompt)), **TOLERANCE)
 
 
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize(("mode", "expected"), [("mean", mean), ("cls", first), ("last", last)])
-def test_engine_pooling_mode_of_modules_equals_transformers(tmp_path: Path, mode: str, expected: Any):
+def test_engine_pooling_mode_of_modules_equals_transformers(tmp_path: Path, mode: str, expected: Any, device: str):
     checkpoint = make_pooling_checkpoint(tmp_path, "qwen3", tokenizer=False, modules={"Pooling": mode, "Normalize": ""})
-    engine = LocalEngine(checkpoint, max_num_batched_tokens=32, max_num_seqs=3)
+    engine = LocalEngine(checkpoint, max_num_batched_tokens=32, max_num_seqs=3, device=device, executor="in-process")
     for _ in range(2):  # the second time the prefix cache could have the prompts
         for prompt, vector in zip(PROMPTS, pool(engine, PROMPTS), strict=True):
             np.testing.assert_allclose(vector, expected(hidden_states(checkpoint, prompt)), **TOLERANCE)

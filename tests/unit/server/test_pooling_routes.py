@@ -359,3 +359,12 @@ def test_rerank_limits_of_single_texts_are_refused_unless_off(reranker):
     fields = {"query": "a", "documents": ["b"]}
     assert answer(reranker, "/rerank", max_tokens_per_doc=0, **fields)["results"]
     assert "truncation of one text of a pair" in refusal(reranker, "/rerank", max_tokens_per_doc=9, **fields)["message"]
+
+
+def test_score_pairs_of_too_many_tokens_are_refused_before_all_are_joined(checkpoint):
+    with serving(checkpoint, max_request_tokens=500) as api:
+        serve(api, SCORES)
+        error = refusal(api, "/score", text_1="hello " * 20, text_2=["a"] * 200)
+        assert "it may have at most 500" in error["message"]
+        assert int(error["message"].split("has ")[1].split()[0]) < 1000
+        assert api.client.num_requests == 0
