@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak lint lint-types lint-rules clean
 
-serve: $(READY)  ## Serve a model (MODEL=path, ARGS="--port 8000 ..."); without MODEL the embedded one.
+serve: $(READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
 test: lint  ## Everything that must hold before a change lands.

@@ -72,8 +72,9 @@ def explain(error: Exception, repo: CachedRepo, revision: str, *, endpoint: str,
     if status is not None:
         kind = HubUnreachable if status == 429 or status >= 500 else CheckpointError
         return kind(f"model {repo_id!r}: {endpoint} answered with status {status}: {_detail(error)}")
+    state = "complete in" if repo.path.is_dir() else "in"
     return HubUnreachable(
-        f"model {repo_id!r}: there is no such directory, it is not complete in the cache {str(repo.cache)!r}, and "
+        f"model {repo_id!r}: there is no such directory, it is not {state} the cache {str(repo.cache)!r}, and "
         f"{endpoint} cannot be reached ({_detail(error)}){_nearest(repo)}; check the connection or HF_ENDPOINT, or "
         f"elsewhere run {download_command(repo, revision)} and copy the cache"
     )

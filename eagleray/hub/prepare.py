@@ -35,6 +35,9 @@ def prepare_model(model: ModelConfig) -> ModelConfig:
     Called once, by the program that starts the engines. Idempotent. Raises `CheckpointError`, `ConfigError` and
     `DeadlineExceeded`.
     """
+    # absolute, because other processes may have other working directories
+    if model.download_dir and not model.download_dir.startswith("~"):
+        model = msgspec.structs.replace(model, download_dir=str(Path(model.download_dir).absolute()))
     options = HubOptions.of(model)
     model = _with_own_tokenizer(model)
     revision = tokenizer_revision = None

@@ -127,6 +127,7 @@ def test_cache_dir_follows_option_and_environment(tmp_path, monkeypatch):
 def test_prepare_model_download_dir_is_a_cache(tmp_path):
     snapshot = write_snapshot(tmp_path / "mine")
     assert checkpoint_dir(prepare_model(model(download_dir=str(tmp_path / "mine")))) == snapshot
+    assert checkpoint_dir(prepare_model(model(download_dir="mine"))) == snapshot  # absolute, for other processes
 
 
 @pytest.mark.parametrize(
