@@ -8,7 +8,7 @@ from typing import Any, Self, Unpack
 import msgspec
 
 from eagleray.config.build import build_config, field_owners, unknown_option
-from eagleray.config.flags import add_config_flags, given_options
+from eagleray.config.flags import add_program_flags, given_options
 from eagleray.config.keywords import LLMKeywords
 from eagleray.config.option_variables import with_variables
 from eagleray.config.sections import Config
@@ -51,8 +51,9 @@ class EngineArgs:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for each option to a program's own parser, and return the parser."""
-        add_config_flags(parser, sections=SECTIONS)
+        """Add a flag for each option to a program's own parser, and return the parser. `vars` of the parsed arguments
+        are options, where None means that an option was not given."""
+        add_program_flags(parser, sections=SECTIONS)
         return parser
 
     @classmethod

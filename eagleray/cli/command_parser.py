@@ -1,30 +1,28 @@
-"""A parser of command lines with errors of one line, and with the spellings of flags that vLLM accepts.
-
-Underscores may stand for dashes, `--compilation-config.mode 3` is a part of a JSON object, and `-O3` has its value
-beside it.
-"""
+"""A parser of command lines with errors of one line, and with the spellings of flags that vLLM accepts."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from eagleray.config.fates import parsed
+from eagleray.config.flag_spellings import plain_arguments
 from eagleray.config.suggestions import suggest
-from eagleray.config.vllm_options import flag, option_name
-from eagleray.config.vllm_table import MEANINGS, SPELLINGS
+from eagleray.config.vllm_options import option_name
+from eagleray.config.vllm_table import MEANINGS
 from eagleray.errors import UserError
-
-LEVEL = re.compile(r"-O=?(\d+)")
-DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([A-Za-z_][\w.+-]*)(?:=(.*))?", re.DOTALL)
-"""A flag with a key: the flag, the key with further dots, and the value if it is in the same argument."""
 
 
 class CommandParser(argparse.ArgumentParser):
     """Parser whose errors are `UserError`s of one line."""
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        """Raise `UserError` for a value that is no choice, with the one that is spelled much like it."""
+        if action.choices is not None and value not in action.choices:
+            name = action.metavar or "/".join(action.option_strings)
+            close = suggest(str(value), [str(choice) for choice in action.choices], {}, cutoff=0.6)
+            known = f"did you mean {close}?" if close else f"there are {', '.join(map(str, action.choices))}"
+            raise UserError(f"{name}: there is no {value!r}; {known}")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; `{self.prog} --help` lists the options")
@@ -50,40 +48,3 @@ class CommandParser(argparse.ArgumentParser):
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 yield from (name for name in action.choices[command]._option_string_actions if name.startswith("--"))
-
-
-def plain_arguments(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments with flags as they are declared. Dotted keys are gathered into one JSON object for each flag,
-    at the end."""
-    gathered: dict[str, dict[str, Any]] = {}
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == "--":
-            rest = iter([argument, *rest])
-            break
-        if match := LEVEL.fullmatch(argument):
-            yield from ("-O", match[1])
-        elif match := DOTTED.fullmatch(argument):
-            value = match[3] if match[3] is not None else next(rest, "")
-            name = SPELLINGS.get(match[1]) or option_name(match[1].lstrip("-"))
-            _insert(gathered.setdefault(flag(name), {}), match[2].split("."), parsed(value))
-        elif argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            yield name.replace("_", "-") + equals + value
-        else:
-            yield argument
-    for name, entries in gathered.items():
-        yield from (name, json.dumps(entries))
-    yield from rest
-
-
-def _insert(entries: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Set an entry of nested objects. A key that ends with + adds the value to a list."""
-    for key in keys[:-1]:
-        inner = entries.setdefault(key, {})
-        entries = inner if isinstance(inner, dict) else {}
-    last = keys[-1]
-    if last.endswith("+"):
-        entries.setdefault(last[:-1], []).append(value)
-    else:
-        entries[last] = value

@@ -23,13 +23,25 @@ MODEL_FLAG = "model_of_flag"
 """Attribute of the parsed arguments with the value of `--model`, which may be given in place of the position."""
 
 
+MODEL_HELP = "directory, id or URL of a checkpoint; without it, the embedded demo model"
+
+
 def add_config_flags(parser: argparse.ArgumentParser, *, sections: Sequence[str]) -> None:
-    """Add the positional model, `--config FILE`, and a flag for every field of the named sections of `Config`."""
-    parser.add_argument(
-        "model", nargs="?", help="directory, id or URL of a checkpoint; without it, the embedded demo model"
-    )
+    """Add the positional model, `--config FILE`, and a flag for every other field of the named sections of `Config`."""
+    parser.add_argument("model", nargs="?", help=MODEL_HELP)
     parser.add_argument("--model", dest=MODEL_FLAG, help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML file with options by their names; flags win over it")
+    _add_flags(parser, sections)
+
+
+def add_program_flags(parser: argparse.ArgumentParser, *, sections: Sequence[str]) -> None:
+    """Add a flag for every field of the named sections of `Config` to the parser of a program. The attributes of the
+    parsed arguments are options by name."""
+    parser.add_argument("--model", help=MODEL_HELP)
+    _add_flags(parser, sections)
+
+
+def _add_flags(parser: argparse.ArgumentParser, sections: Sequence[str]) -> None:
     for section in msgspec.structs.fields(Config):
         if section.name in sections:
             group = parser.add_argument_group(f"{section.name} options")

@@ -185,7 +185,6 @@ class LLMKeywords(EngineKeywords, total=False):
     enable_server_load_tracking: bool | None
     enable_shm_tensor_arena: bool | None
     enable_sleep_mode: bool | None
-    enable_ssl_refresh: bool | None
     enable_tokenizer_info_endpoint: bool | None
     enable_tower_connector_lora: bool | None
     enable_trace_replay: bool | None
@@ -329,11 +328,6 @@ class LLMKeywords(EngineKeywords, total=False):
     specialize_active_lora: bool | None
     speculative_config: Any
     sse_keep_alive_interval: Any
-    ssl_ca_certs: Any
-    ssl_cert_reqs: Any
-    ssl_certfile: Any
-    ssl_ciphers: Any
-    ssl_keyfile: Any
     structured_outputs_config: Any
     swa_bounded_replay: bool | None
     swap_space: Any
@@ -347,7 +341,6 @@ class LLMKeywords(EngineKeywords, total=False):
     trust_remote_code: bool | None
     trust_request_mm_kwargs: bool | None
     ubatch_size: Any
-    uds: Any
     use_fp64_gumbel: bool | None
     use_replayssm: bool | None
     use_tqdm_on_load: bool | None

@@ -74,6 +74,8 @@ def _own_variables(own: Collection[str]) -> TranslatedOptions:
         if variable in NO_OPTIONS or not text.strip() or (name in field_owners() and name not in own):
             continue
         if text.startswith(KUBERNETES_VALUES):
+            if name not in own:
+                continue
             notes.append(f"{variable}={text} is ignored: it describes a service of Kubernetes")
         elif name in own or name in TABLE:
             given[name] = as_list(text) if name in list_options() else text

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from eagleray.cli.command_parser import CommandParser, plain_arguments
+from eagleray.cli.command_parser import CommandParser
 from eagleray.cli.main import main
 from eagleray.cli.options import program_options, server_config
+from eagleray.config.flag_spellings import plain_arguments
 from eagleray.config.flags import add_config_flags
 from eagleray.errors import ConfigError, UserError
 
@@ -105,6 +106,7 @@ def test_server_config_wrong_value_is_one_sentence(line, message):
         (["sreve"], "there is no command 'sreve'; did you mean `eagleray serve`?"),
         (["run"], "did you mean `eagleray serve`?"),
         (["xyzzy"], "there is no command 'xyzzy'; there are serve, generate"),
+        (["bench", "latncy"], "BENCHMARK: there is no 'latncy'; did you mean latency?"),
         (["complete", "--modelname", "x"], "no option --modelname; did you mean --model-name?"),
     ],
 )

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from eagleray import EngineArgs, SamplingParams
+from eagleray.compat.vllm.utils.argparse_utils import FlexibleArgumentParser
 from eagleray.config.build import build_config, field_owners, list_options, option_types
 from eagleray.config.fates import Expansion, NoEffect, Refused, Renamed
 from eagleray.config.option_values import VALUES
@@ -198,3 +199,16 @@ def test_engine_args_every_option_of_vllm_is_known():
 def test_engine_args_wrong_option_is_named_at_once(options, message):
     with pytest.raises(ConfigError, match=message):
         EngineArgs(**options)
+
+
+def test_engine_args_flags_of_a_program_are_options():
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--max-tokens", type=int)
+    EngineArgs.add_cli_args(parser).set_defaults(model="m")
+    line = ["--max_tokens", "3", "-tp", "2", "--enforce_eager", "--compilation-config.mode", "3", "--dtype=bf16"]
+    given = vars(parser.parse_args(line))
+    assert given.pop("max_tokens") == 3
+    args = EngineArgs(**given)
+    assert (args.model, args.tensor_parallel_size, args.enforce_eager) == ("m", "2", True)
+    same = EngineArgs.from_cli_args(parser.parse_args(line))
+    assert vars(same) == {name: value for name, value in given.items() if value is not None}
