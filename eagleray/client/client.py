@@ -222,6 +222,10 @@ class Client:
             raise DeadlineExceeded(f"no engine was ready within {timeout:.0f} s") from None
         return next(iter(self.engines.values()))
 
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt that could be generated from. Raises as `generate`."""
+        return self._builder.tokenize(prompt, self._check_open())
+
     def generate(
         self,
         prompt: Prompt,

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from eagleray.client.preprocess import check_seconds, check_text
+from eagleray.client.field_checks import check_seconds, check_text
 from eagleray.errors import DeadlineExceeded, EagleRayError, InvalidRequest, RequestFailed
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.failure import Failure

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from eagleray import errors
+from eagleray.client.field_checks import check_seconds
 from eagleray.client.in_flight import InFlightRequests
-from eagleray.client.preprocess import check_seconds
 from eagleray.errors import DeadlineExceeded, EagleRayError, InvalidRequest, RequestFailed
 from eagleray.identity import ClientId
 from eagleray.messages.control import (

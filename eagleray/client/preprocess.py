@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from eagleray.client.field_checks import check_seconds, check_text
 from eagleray.client.request import ClientRequest
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.pooling_spec import POOLS_ONLY, too_long_to_pool
@@ -29,8 +30,6 @@ from eagleray.messages.sampling import MAX_SEED, Sampling, SamplingParams, Stopp
 MAX_COMPLETIONS = 1024
 """Largest `n`: each completion is a request of its own, with a copy of the prompt."""
 MAX_LOGPROB_TOKEN_IDS = 128
-MAX_TIMEOUT_SECONDS = 31_536_000
-"""A year."""
 SEED_BITS = 63
 
 
@@ -296,16 +295,6 @@ class RequestBuilder:
         return self.tokenizer
 
 
-def check_text(value: Any, param: str) -> None:
-    """Raise `InvalidRequest` unless `value` is a text that can be encoded as UTF-8."""
-    try:
-        str.encode(value)
-    except TypeError:
-        raise InvalidRequest(f"`{param}` must be a text, but it is a {type(value).__name__}", param=param) from None
-    except UnicodeEncodeError:
-        raise InvalidRequest(f"`{param}` is not valid Unicode: it has half of a surrogate pair", param=param) from None
-
-
 def check_common(priority: Any, cache_salt: Any) -> None:
     """Raise `InvalidRequest` unless these fields of a request can be sent."""
     check_text(cache_salt, "cache_salt")
@@ -317,15 +306,6 @@ def check_generates(engine: EngineInfo) -> None:
     """Raise `InvalidRequest` for a pooling model."""
     if engine.pooling is not None:
         raise InvalidRequest(POOLS_ONLY, param="model")
-
-
-def check_seconds(timeout: Any) -> None:
-    """Raise `InvalidRequest` unless `timeout` is a number of seconds from above 0 to a year."""
-    if not (isinstance(timeout, int | float) and 0 < timeout <= MAX_TIMEOUT_SECONDS):
-        raise InvalidRequest(
-            f"`timeout` must be a number of seconds above 0, at most {MAX_TIMEOUT_SECONDS}, but it is {timeout!r:.50}",
-            param="timeout",
-        )
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -101,6 +101,9 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "`return_routed_experts` false. Needs `enable_return_routed_experts`."
         ),
     ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, Meta(description="Serve /tokenizer_info: the tokenizer's configuration, with the chat template.")
+    ] = False
     stream_interval: Annotated[
         int,
         Meta(

@@ -195,7 +195,7 @@ REFUSED = {
         "return_sampling_mask kv_transfer_config kv_events_config enable_elastic_ep elastic_ep_max_dp_size"
         " structured_outputs_config guided_decoding_backend otlp_traces_endpoint collect_detailed_traces"
         " custom_histogram_buckets profiler_config log_config_file enable_log_requests enable_log_outputs"
-        " log_error_stack sse_keep_alive_interval enable_tokenizer_info_endpoint"
+        " log_error_stack sse_keep_alive_interval"
         " max_num_queued_tokens long_prefill_token_threshold long_prefill_token_threshold_adaptive"
         " fingerprint_value fingerprint_mode model_loader_extra_config"
     ),

@@ -24,13 +24,16 @@ from eagleray.server.error_responses import UNKNOWN_ROUTE, RefusedRequest
 from eagleray.server.generate import ParsedGenerate, ParsedSkyrlGenerate
 from eagleray.server.generation_route import GenerationRoute
 from eagleray.server.http_responses import json_response
+from eagleray.server.invocations import InvocationRoute, index_endpoint
 from eagleray.server.lora_routes import lora_endpoints
 from eagleray.server.openai.chat import ParsedChat
+from eagleray.server.openai.chat_batch import ParsedChatBatch
 from eagleray.server.openai.completions import ParsedCompletion
 from eagleray.server.openai.models import ModelRoutes
 from eagleray.server.openai.responses_api.route import ParsedResponse, kept_response_endpoints
 from eagleray.server.openapi import describe
 from eagleray.server.pooling.routes import PoolingRoutes
+from eagleray.server.render import RenderRoute
 from eagleray.server.server_info import ServerInfoRoute
 from eagleray.server.service import Service
 from eagleray.server.sglang.control import sglang_control_endpoints
@@ -38,6 +41,7 @@ from eagleray.server.sglang.generate import SGLangGenerateRoute
 from eagleray.server.sglang.status import SGLangServerInfoRoute, SGLangStatusRoutes
 from eagleray.server.sglang.weights import sglang_weight_endpoints
 from eagleray.server.status import StatusRoutes
+from eagleray.server.tokenizer_info import TokenizerInfoRoute
 from eagleray.server.tokens import TokenRoutes
 from eagleray.server.weight_checker import WeightCheckerRoute
 from eagleray.server.weight_routes import weight_endpoints
@@ -58,6 +62,9 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
         *GenerationRoute(service, ParsedChat).endpoints(),
         *GenerationRoute(service, ParsedResponse).endpoints(),
         *kept_response_endpoints(),
+        *GenerationRoute(service, ParsedChatBatch).endpoints(),
+        *RenderRoute(service, ParsedCompletion, is_list=True).endpoints(),
+        *RenderRoute(service, ParsedChat, is_list=False).endpoints(),
         *GenerationRoute(service, ParsedGenerate).endpoints(),
         *GenerationRoute(service, ParsedSkyrlGenerate).endpoints(),
         *PoolingRoutes(service, has_pair_template=config.model.chat_template is not None).endpoints(),
@@ -83,6 +90,10 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
             *sglang_control_endpoints(service),
             *sglang_weight_endpoints(service),
         ]
+    if config.serving.enable_tokenizer_info_endpoint:
+        endpoints += TokenizerInfoRoute(service, config.model).endpoints()
+    endpoints += InvocationRoute(service, endpoints).endpoints()
+    endpoints.append(index_endpoint(endpoints, service.version, config.serving.url_prefix))
     endpoints.append(_openapi_endpoint(endpoints, service, config.serving))
     # `methods=None`: an endpoint refuses other methods itself, so that the refusal looks like every other error.
     routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]

@@ -74,6 +74,8 @@ Messages = Annotated[
 ]
 """Type of a conversation. The messages are checked by `check_messages` of `client/text/conversation.py`."""
 
+Conversations = Annotated[list[Messages], Meta(min_length=1, description="Independent conversations.")]
+
 
 class TemplateFields(Protocol):
     """The fields of a request that determine how messages become a prompt."""

@@ -92,7 +92,7 @@ class ParsedConversation(ParsedRequest[Body, Chunk]):
         values["max_tokens"] = self.service.default_sampling.get("max_tokens") if max_tokens is None else max_tokens
         return self._merge_sampling(SamplingFields(), **values)
 
-    async def _make_prompts(self) -> list[Prompt]:
+    async def make_prompts(self) -> list[Prompt]:
         text = await self._conversation.render(self.service)
         return [await encode_prompt(self.service, text, self._conversation, add_special_tokens=False)]
 

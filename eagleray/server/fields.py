@@ -7,7 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from eagleray.client.preprocess import MAX_COMPLETIONS, MAX_LOGPROB_TOKEN_IDS, MAX_TIMEOUT_SECONDS
+from eagleray.client.field_checks import MAX_TIMEOUT_SECONDS
+from eagleray.client.preprocess import MAX_COMPLETIONS, MAX_LOGPROB_TOKEN_IDS
 from eagleray.messages.sampling import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,

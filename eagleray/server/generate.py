@@ -173,7 +173,7 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
                 param="output_mode",
             )
 
-    async def _make_prompts(self) -> list[Prompt]:
+    async def make_prompts(self) -> list[Prompt]:
         return [Prompt(token_ids=self.body.token_ids)]
 
     def _logprobs(self, generation: Generation, delta: CompletionDelta) -> AnyLogprobs:

@@ -73,7 +73,7 @@ class GenerationRoute(Generic[Body, Chunk]):
             fates=self._parsed_type.fates,
             response=self._parsed_type.response_type,
             gives_msgpack=self._parsed_type.gives_msgpack,
-            stream_event=self._parsed_type.chunk_type,
+            stream_event=self._parsed_type.chunk_type if self._parsed_type.has_streams else None,
             headers=routing_headers(self._service.ranks),
             error_statuses=(400, 404, 413, 429, 500, 503, 504),
         )
@@ -121,6 +121,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     """Form of errors; None: OpenAI's."""
     logprobs_type: type[msgspec.Struct]
     """Struct of the log-probabilities of a completion."""
+    has_streams = True
     gives_msgpack = False
     """Whether a whole answer is msgpack if the request accepts that. Events are always JSON."""
     fates: Mapping[str, Fate] | None = None
@@ -200,7 +201,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     async def respond(self) -> Any:
         """Generate, and return the whole answer."""
         choices: list[Any] = []
-        async with GenerationGroup(self.service, self.task, self._make_prompts) as group:
+        async with GenerationGroup(self.service, self.task, self.make_prompts) as group:
             await group.wait_until_ended()
             for generation in group.generations:
                 choices += await self._choices(generation)
@@ -230,7 +231,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     async def stream(self, emit: Emit) -> None:
         """Generate, and emit the deltas as events while they come."""
         shows_usage, shows_usage_so_far = self._shown_usage()
-        async with GenerationGroup(self.service, self.task, self._make_prompts) as group:
+        async with GenerationGroup(self.service, self.task, self.make_prompts) as group:
             self.streamed_details = group.prompt_details
             # As in OpenAI's API: null in the events before the one that shows the usage.
             self.usage = group.usage if shows_usage_so_far else None if shows_usage else UNSET
@@ -287,7 +288,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     def _sampling_params(self) -> SamplingParams: ...
 
     @abc.abstractmethod
-    async def _make_prompts(self) -> list[Prompt]:
+    async def make_prompts(self) -> list[Prompt]:
         """Tokenize the prompts. Called when the request has been admitted."""
 
     @abc.abstractmethod

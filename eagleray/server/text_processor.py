@@ -82,6 +82,10 @@ class TextProcessor:
         )
         return encode() if len(text) <= INLINE_CHARS else await self._in_thread(self._tokenizing, encode)
 
+    async def offsets(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Return the place of each token in `text`, see `Tokenizer.offsets`."""
+        return await self._in_thread(self._tokenizing, partial(self._tokenizer.offsets, text, token_ids))
+
     def check_decodable(self, num_tokens: int) -> None:
         """Raise `PromptTooLong` for more than `utility_tokens`."""
         if num_tokens > self.utility_tokens:

@@ -131,6 +131,16 @@ class Tokenizer:
         ids = encoding.ids
         return ids[:max_tokens] if keeps_start else ids[max(0, len(ids) - max_tokens) :]
 
+    def offsets(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Return the beginning and the end of each token in `text`, in characters; None if `token_ids` are not its
+        tokens, with the special ones around it or without."""
+        with _explaining_failures(text):
+            for add_special_tokens in (False, True):
+                encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+                if encoding.ids == token_ids:
+                    return list(encoding.offsets)
+        return None
+
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of `text`, without special ones. Releases the GIL.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -35,6 +35,8 @@ from eagleray.server.service import Service
 
 FIELD_NAMES = {"prompt": "messages"}
 
+Conversation = list[dict[str, Any]]
+
 
 class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
     path = "/v1/chat/completions"
@@ -62,7 +64,11 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
         with reasons.collecting():
             check_template_fields(self.service, body)
         with reasons.collecting():
-            self.service.text.check_messages(body.messages)
+            self._check_conversations()
+
+    def _check_conversations(self) -> None:
+        """Raise `InvalidRequest` for messages that no template could show."""
+        self.service.text.check_messages(self.body.messages)
 
     def _sampling_params(self) -> SamplingParams:
         max_tokens = self._max_tokens()
@@ -97,18 +103,24 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
             )
         return num_logprobs
 
-    async def _make_prompts(self) -> list[Prompt]:
-        text = await render_chat(self.service, self.body.messages, self.body)
+    async def make_prompts(self) -> list[Prompt]:
+        return [await self._render(self.body.messages)]
+
+    async def _render(self, messages: Conversation) -> Prompt:
+        text = await render_chat(self.service, messages, self.body)
         if self.body.return_prompt_text:
             self._prompt_text = text
         add_special_tokens = bool(self.body.add_special_tokens)
-        return [await encode_prompt(self.service, text, self.body, add_special_tokens=add_special_tokens)]
+        return await encode_prompt(self.service, text, self.body, add_special_tokens=add_special_tokens)
 
-    @functools.cached_property
-    def _echo(self) -> str:
-        """Beginning of every answer: the last message, if it is an assistant's and is to be shown again."""
-        last = self.body.messages[-1]
-        return message_text(last) if self.body.echo and last.get("role") == "assistant" else ""
+    def _messages(self, generation: Generation) -> Conversation:
+        """Return the conversation that a generation answers."""
+        return self.body.messages
+
+    def _echo(self, generation: Generation) -> str:
+        """Return the beginning of an answer: the last message, if it has the answer's role and is to be shown again."""
+        last = self._messages(generation)[-1]
+        return message_text(last) if self.body.echo and last.get("role") == self._role(generation) else ""
 
     def _logprobs(self, generation: Generation, delta: CompletionDelta) -> ChatLogprobs:
         k = self.task.params.logprobs or 0
@@ -119,8 +131,8 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
     ) -> ChatChoice:
         experts = routed_experts(output, self.body.routed_experts_format)
         return ChatChoice(
-            index=output.index,
-            message=ChatMessage(role=self._role, content=self._echo + output.text),
+            index=generation.index * self.task.params.n + output.index,
+            message=ChatMessage(role=self._role(generation), content=self._echo(generation) + output.text),
             logprobs=logprobs,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
@@ -130,7 +142,7 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
         )
 
     async def _response(self, group: GenerationGroup, choices: list[ChatChoice]) -> ChatResponse:
-        (generation,) = group.generations
+        generation = group.generations[0]
         prompt_logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)
         return ChatResponse(
             id=self.id,
@@ -163,7 +175,7 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
     async def _first_chunks(self, generation: Generation, delta: CompletionDelta) -> AsyncIterator[ChatChunk]:
         chunk = self._chunk(generation, delta)
         first = chunk.choices[0].delta
-        first.role, first.content = self._role, self._echo + delta.text
+        first.role, first.content = self._role(generation), self._echo(generation) + delta.text
         if len(generation.text_offsets) == 1:  # the first event of all
             chunk.prompt_logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)
             chunk.prompt_text = self._prompt_text
@@ -176,12 +188,11 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
             chunk.system_fingerprint = self.service.system_fingerprint
         return chunk
 
-    @property
-    def _role(self) -> str:
+    def _role(self, generation: Generation) -> str:
         """Role of the answer: that of the last message, if the answer continues it."""
         body = self.body
         is_new = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-        return self.service.response_role if is_new else body.messages[-1]["role"]
+        return self.service.response_role if is_new else self._messages(generation)[-1]["role"]
 
 
 def _check_tools(body: ChatRequest) -> None:

@@ -61,7 +61,7 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
             self.service.check_tokenizer()
         self.shows_token_ids = True
 
-    async def _make_prompts(self) -> list[Prompt]:
+    async def make_prompts(self) -> list[Prompt]:
         prompts = []
         for part in self._parts:
             prompts.append(await self._prompt(part))

@@ -221,7 +221,7 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
                 "`token_ids_logprob` is for generated tokens: leave `logprob_start_len` out", param="token_ids_logprob"
             )
 
-    async def _make_prompts(self) -> list[Prompt]:
+    async def make_prompts(self) -> list[Prompt]:
         prompt = self.body.prompt
         if isinstance(prompt, list):
             return [Prompt(token_ids=prompt)]
