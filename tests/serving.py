@@ -29,7 +29,7 @@ class ServerProcess:
         self.log = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.url = self.wait_for(r"serving .* at (http://\S+/v1)", READY_SECONDS)[1]
+        self.url = self.wait_for(r"serving .*(https?://\S+/v1)", READY_SECONDS)[1]
 
     def wait_for(self, pattern: str, seconds: float) -> re.Match[str]:
         """Return the first match of `pattern` in the log."""

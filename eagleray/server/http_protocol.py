@@ -7,7 +7,6 @@ due on the same connection, and the connection is closed. Owned by the server's 
 
 from __future__ import annotations
 
-import copy
 import enum
 import re
 import secrets
@@ -16,13 +15,13 @@ from typing import Any
 import httptools
 import msgspec
 from uvicorn import Config
-from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from eagleray.errors import EagleRayError, Overloaded, Unavailable
 from eagleray.server.connections import SMALL_REQUEST_BYTES, HttpConnections
 from eagleray.server.error_responses import HEADERS_TOO_LARGE, REQUEST_TIMED_OUT, RefusedRequest, error_response
 from eagleray.server.paths import route_path
+from eagleray.server.request_cycle import RequestCycle, RequestCycleOfHttp10
 from eagleray.server.timeouts import BUSY_RETRY_SECONDS, LINGER_SECONDS, RESERVED_SECONDS
 
 MAX_PIPELINED = 64
@@ -42,34 +41,6 @@ class ReadPhase(enum.Enum):
     """Nothing of the next request has arrived."""
     HEADERS = enum.auto()
     BODY = enum.auto()
-
-
-class _Cycle(RequestResponseCycle):
-    """A request and its answer. `error`, if it is set, is raised where the application reads the body."""
-
-    error: EagleRayError | None = None
-    _has_no_length = False
-    """Whether the answer is one of HTTP/1.0 without a length."""
-
-    async def send(self, message: ASGISendEvent) -> None:
-        if self.scope["http_version"] == "1.0":
-            self._do_without_chunks(message)
-        await super().send(message)
-
-    def _do_without_chunks(self, message: ASGISendEvent) -> None:
-        """Have an answer without a length end with the connection, because HTTP/1.0 knows no chunks."""
-        if message["type"] == "http.response.start":
-            if all(name.lower() != b"content-length" for name, _ in message.get("headers", [])):
-                self.chunked_encoding = False
-                self._has_no_length = True
-        elif self._has_no_length and message["type"] == "http.response.body":
-            self.expected_content_length = len(message.get("body", b""))
-
-    async def receive(self) -> ASGIReceiveEvent:
-        event = await super().receive()
-        if self.error is not None:
-            raise copy.copy(self.error)  # a copy, because the traceback of `error` would keep the body in memory
-        return event
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -168,7 +139,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._check_headers()
         super().on_headers_complete()
         self._set_unfinished(0)
-        self.cycle.__class__ = _Cycle  # uvicorn makes the object itself and takes no class for it
+        is_1_0 = self.parser.get_http_version() == "1.0"
+        # uvicorn makes the object itself and takes no class for it
+        self.cycle.__class__ = RequestCycleOfHttp10 if is_1_0 else RequestCycle
         self._phase = ReadPhase.BODY
         self._since = self._shared.now
         self._shared.waiting.pop(self, None)

@@ -10,11 +10,11 @@ import re
 import shutil
 import socket
 import ssl
-import subprocess
 import threading
 from pathlib import Path
 
 import pytest
+from certificates import install, make_pairs, openssl
 from http_fakes import HttpServer
 from socket_server import SECONDS, SocketServer, error_of, read_all
 
@@ -24,35 +24,16 @@ from eagleray.server.connections import RESERVED_CONNECTIONS, Handshake
 from eagleray.server.tls import Certificates, load_tls
 
 OPTIONS = {"header_timeout": 0.4, "body_timeout": 0.4, "keep_alive_timeout": 0.4, "send_timeout": 1.0}
-PASSWORD = "secret"
-
-
-def openssl(*arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60)
-
-
-def make_pair(directory: Path, name: str, *more: str) -> tuple[Path, Path]:
-    """Make a certificate, signed by itself, and its key."""
-    certificate, key = directory / f"{name}.pem", directory / f"{name}.key"
-    openssl(
-        *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"),
-        *("-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
-        *("-keyout", str(key), "-out", str(certificate), *more),
-    )
-    return certificate, key
 
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> Path:
-    """A directory with the pairs a and b, both with their key in one file, and an encrypted key of a."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificates")
+    """A directory with the pairs a and b, pair a in one file, an encrypted key of a, and broken files."""
     directory = tmp_path_factory.mktemp("certificates")
-    for name in "ab":
-        certificate, key = make_pair(directory, name)
-        (directory / f"{name}-both.pem").write_text(key.read_text() + certificate.read_text())
-    openssl("pkey", "-in", str(directory / "a.key"), "-aes128", "-passout", f"pass:{PASSWORD}", "-out",
-            str(directory / "locked.key"))  # fmt: skip
+    make_pairs(directory, "ab")
+    (directory / "both.pem").write_text((directory / "a.key").read_text() + (directory / "a.pem").read_text())
+    locked = ("-aes128", "-passout", "pass:secret", "-out", str(directory / "locked.key"))
+    openssl("pkey", "-in", str(directory / "a.key"), *locked)
     (directory / "text.pem").write_text("nothing")
     (directory / "torn.pem").write_text((directory / "a.pem").read_text()[:300])
     return directory
@@ -68,7 +49,7 @@ def test_load_tls_without_certificate_is_none():
     assert load_tls(build_config().serving) is None
 
 
-@pytest.mark.parametrize(("certificate", "key"), [("a.pem", "a.key"), ("a-both.pem", None)])
+@pytest.mark.parametrize(("certificate", "key"), [("a.pem", "a.key"), ("both.pem", None)])
 def test_load_tls_of_a_pair_speaks_only_http_1_1_and_tls_1_2_or_later(files, certificate, key):
     context = load_tls(options_of(files, certificate, key))
     assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
@@ -104,13 +85,6 @@ def used(files, tmp_path):
     """A copy of pair a, as options with refresh."""
     install(files, "a", tmp_path)
     return options_of(tmp_path, "used.pem", "used.key", enable_ssl_refresh=True)
-
-
-def install(files: Path, name: str, directory: Path) -> None:
-    """Put a pair in the place of the used one, each file by one renaming."""
-    for suffix in ("pem", "key"):
-        shutil.copy(files / f"{name}.{suffix}", directory / "new")
-        os.rename(directory / "new", directory / f"used.{suffix}")
 
 
 def test_certificates_that_change_are_loaded(files, tmp_path, used, caplog):

@@ -1,0 +1,41 @@
+"""One HTTP request and its answer, as uvicorn's class, with the errors and versions that it does not handle.
+
+Made by the protocol of the connection, and owned by it.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from eagleray.errors import EagleRayError
+
+
+class RequestCycle(RequestResponseCycle):
+    """A request and its answer. `error`, if it is set, is raised where the application reads the body."""
+
+    error: EagleRayError | None = None
+
+    async def receive(self) -> ASGIReceiveEvent:
+        event = await super().receive()
+        if self.error is not None:
+            raise copy.copy(self.error)  # a copy, because the traceback of `error` would keep the body in memory
+        return event
+
+
+class RequestCycleOfHttp10(RequestCycle):
+    """A request of HTTP/1.0, which knows no chunks: an answer without a length ends with the connection."""
+
+    _has_length = True
+    """Whether the answer says its length."""
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", []))
+            if not self._has_length:
+                self.chunked_encoding = False
+        elif not self._has_length and message["type"] == "http.response.body":
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
