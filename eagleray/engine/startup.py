@@ -71,6 +71,9 @@ def start_engine(
     # small files, which no worker may have fetched to this node
     fetch_model(config.model, timeout=config.execution.startup_timeout, with_weights=False)
     pooling = find_pooling(config.model)
+    if pooling is not None:
+        what = f"{len(pooling.labels)} labels" if pooling.labels else "embeddings"
+        logger.info("a pooling model: %s, pooling %s, activation %s", what, pooling.method, pooling.activation)
     model = loaded[0]
     budget = config.scheduling.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device]
     num_blocks = config.cache.num_kv_blocks

@@ -409,9 +409,10 @@ class Model(ABC):
         or these states in float32 if the model has no head."""
         if self._score is None:
             return pooled.float()
-        # In plain torch and float32: a few rows and labels, whose number no kernel would have to fit.
-        weight: Tensor = self._score.operation
-        return torch.nn.functional.linear(pooled.float(), weight.float())
+        # In plain torch and float32: a few rows and labels, whose number no kernel would have to fit. Row by row, so
+        # that a row's numbers do not depend on the others.
+        weight = self._score.operation.float()
+        return torch.stack([torch.mv(weight, row) for row in pooled.float()])
 
     def _gather_on_all_ranks(self, part: Tensor) -> Tensor:
         """Return the logits [n, vocab_size] of all ranks' parts, which have the same shape."""

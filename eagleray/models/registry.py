@@ -126,6 +126,7 @@ def load_model(
             wait_for_memory(needed)
     if deterministic:
         _check_batch_invariant(spec, kernels, kind, device, groups)
+        _check_pooling_invariant(pooling)
     rules = WeightRules(
         dtype=kind,
         device=device,
@@ -307,6 +308,15 @@ def _check_options(spec: ModelSpec, experts: ExpertOptions, groups: Groups) -> N
         raise ConfigError(
             f"option `enable_return_routed_experts`: the model has {spec.moe.num_experts} experts, more than the "
             f"{MAX_TRACED_EXPERTS} that can be reported; drop it"
+        )
+
+
+def _check_pooling_invariant(pooling: PoolingSpec | None) -> None:
+    """Raise `ConfigError` for a sum whose order depends on the steps that compute a prompt."""
+    if pooling is not None and pooling.method == "mean":
+        raise ConfigError(
+            "option `deterministic`: the mean of a prompt's hidden states is added up in the parts that steps compute, "
+            "so its last bits depend on the other requests; drop it, or pool the last token (`pooler_config`)"
         )
 
 

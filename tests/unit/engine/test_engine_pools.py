@@ -179,6 +179,13 @@ def test_engine_aborted_prompt_leaves_no_sum_to_the_next(embedder: LocalEngine):
     np.testing.assert_allclose(pool(embedder, [prompt])[0], alone, rtol=1e-5, atol=1e-6)
 
 
+def test_engine_deterministic_refuses_the_mean(tmp_path: Path):
+    checkpoint = make_pooling_checkpoint(tmp_path, "llama", tokenizer=False)
+    LocalEngine(checkpoint, deterministic=True)
+    with pytest.raises(ConfigError, match="option `deterministic`: the mean of a prompt's hidden states"):
+        LocalEngine(checkpoint, deterministic=True, pooler_config={"pooling_type": "MEAN"})
+
+
 def test_engine_generating_model_refuses_to_pool(tmp_path: Path):
     engine = LocalEngine(make_checkpoint(tmp_path, "llama", tokenizer=False))
     with pytest.raises(InvalidRequest, match="start it with `--runner pooling`"):

@@ -29,6 +29,13 @@ def test_label_head_of_its_own_takes_new_weights(tmp_path: Path):
     torch.testing.assert_close(model.score(POOLED), 2 * POOLED @ weight.T)
 
 
+def test_label_head_numbers_of_a_row_do_not_depend_on_the_others(tmp_path: Path):
+    checkpoint = make_pooling_checkpoint(tmp_path, "llama", num_labels=3, tokenizer=False)
+    model = load(checkpoint, pooling=classifier(3))
+    rows = torch.randn(33, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model.score(rows), torch.cat([model.score(row[None]) for row in rows]))
+
+
 @pytest.mark.parametrize(("family", "name"), [("llama", "lm_head.weight"), ("qwen3", "model.embed_tokens.weight")])
 def test_label_head_of_two_tokens_takes_new_weights(tmp_path: Path, family: str, name: str):
     checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
