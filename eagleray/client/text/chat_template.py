@@ -107,11 +107,8 @@ class ChatTemplate:
                 param="add_generation_prompt",
             )
         check_messages(messages)
-        compiled = self._template("tool_use" if tools and "tool_use" in self._sources else "default", source)
-        conversation = [template_message(message, compiled.form) for message in messages]
-        final_text = _open_end(conversation) if continue_final_message else ""
         variables: dict[str, Any] = {
-            "messages": conversation,
+            "messages": messages,
             "tools": tools,
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
@@ -122,16 +119,16 @@ class ChatTemplate:
                 f"`chat_template_kwargs` cannot hold {taken[0]!r}: it is a field of its own",
                 param="chat_template_kwargs",
             )
+        compiled = self._template("tool_use" if tools and "tool_use" in self._sources else "default", source)
         variables = {**self._variables, **extra, **variables}
         try:
-            text = _render(compiled.template, variables, budget)
-        except OverBudget:
+            return compiled.render(messages, variables, budget, continues=continue_final_message)
+        except (OverBudget, InvalidRequest):
             raise
         except Exception as error:  # untrusted code may raise anything, which ends this request alone
             raise InvalidRequest(
                 f"the chat template refuses these messages: {_explain(error)}", param="messages"
             ) from None
-        return _cut(text, final_text) if continue_final_message else text
 
     def uses(self, name: str) -> bool:
         """Whether the template has this variable."""
@@ -158,13 +155,52 @@ class ChatTemplate:
             return _CompiledTemplate(environment.from_string(source), form)
         except TemplateSyntaxError as error:
             raise InvalidRequest(
-                f"the model's chat template has an error in line {error.lineno}: {error.message}", param="messages"
+                f"the chat template has an error in line {error.lineno}: {error.message}", param="messages"
             ) from None
+        except RecursionError:
+            raise InvalidRequest("the chat template is nested too deeply", param="messages") from None
 
 
 class _CompiledTemplate(NamedTuple):
     template: Template
     form: MessageForm
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        budget: RenderBudget | None,
+        *,
+        continues: bool,
+    ) -> str:
+        """Return the prompt, up to the end of the last message if the answer `continues` it.
+
+        A template that fails with arguments of tool calls that are objects gets them as texts. Raises what the template
+        raises.
+        """
+        try:
+            return self._render(messages, self.form, variables, budget, continues=continues)
+        except (OverBudget, InvalidRequest):
+            raise
+        except Exception:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+        form = self.form._replace(has_text_arguments=True)
+        return self._render(messages, form, variables, budget, continues=continues)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        form: MessageForm,
+        variables: Mapping[str, Any],
+        budget: RenderBudget | None,
+        *,
+        continues: bool,
+    ) -> str:
+        conversation = [template_message(message, form) for message in messages]
+        final_text = _open_end(conversation) if continues else ""
+        text = _render(self.template, {**variables, "messages": conversation}, budget)
+        return _cut(text, final_text) if continues else text
 
 
 def _open_end(conversation: list[dict[str, Any]]) -> str:

@@ -6,7 +6,8 @@ cannot use: arguments of tool calls that are JSON in a text, and contents in par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,17 +25,29 @@ def check_messages(messages: Sequence[Any]) -> None:
     if not messages:
         raise InvalidRequest("the conversation is empty, but it needs at least one message", param="messages")
     for index, message in enumerate(messages):
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
-        if type(role) is not str or type(content) is not str or len(message) > 2:
+        if not _is_plain(message):
             _check_message(message, f"messages[{index}]")
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether a message has a role of usual length and a text, and nothing else. Most messages are like that."""
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and type(message.get("content")) is str
+        and type(role := message.get("role")) is str
+        and 0 < len(role) <= MAX_ROLE_CHARS
+    )
 
 
 def template_message(message: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
     """Return a copy of a checked message in this form. Of keys that are null only an assistant's content stays."""
     role, content = message["role"], message.get("content")
+    if len(message) == 2 and type(content) is str and role != "developer" and not form.wraps_texts:
+        return {"role": role, "content": content}
     plain = {name: value for name, value in message.items() if value is not None}
     if role == "assistant":
-        _complete_answer(plain)
+        _complete_answer(plain, has_text_arguments=form.has_text_arguments)
         if content is None and "content" in message:
             plain["content"] = None
     if role == "developer" and not form.knows_developer:
@@ -52,29 +65,34 @@ def _parts(content: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"type": "text", **part} for part in parts]
 
 
-def _complete_answer(message: dict[str, Any]) -> None:
-    """Give the reasoning of an assistant's message both of its names, and the arguments of its calls as objects."""
+def _complete_answer(message: dict[str, Any], *, has_text_arguments: bool) -> None:
+    """Give the reasoning of an assistant's message both of its names, and the arguments of its calls their form."""
     reasoning = next((message[name] for name in REASONING_NAMES if name in message), None)
     if reasoning is not None:
         message |= {name: message.get(name, reasoning) for name in REASONING_NAMES}
     calls = message.get("tool_calls")
     if calls:
-        message["tool_calls"] = [_with_arguments(call) for call in calls]
+        convert = _as_text if has_text_arguments else _as_object
+        message["tool_calls"] = [_with_arguments(call, convert) for call in calls]
     elif calls is not None:
         del message["tool_calls"]
 
 
-def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object.
-
-    Arguments that are no JSON object become an empty one, because a refusal would end a conversation for good in which
-    a model once wrote them.
-    """
+def _with_arguments(call: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a tool call with converted arguments."""
     function = call["function"]
-    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    return {**call, "function": {**function, "arguments": convert(function.get("arguments"))}}
 
 
-def _arguments(given: Any) -> dict[str, Any]:
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def _as_object(given: Any) -> dict[str, Any]:
+    """Return arguments as an object; an empty one if they are no JSON object.
+
+    A refusal would end a conversation for good in which a model once wrote such arguments.
+    """
     if isinstance(given, str):
         try:
             given = msgspec.json.decode(given)
