@@ -16,6 +16,7 @@ from eagleray.errors import EagleRayError, UserError
 COMMANDS = {
     "serve": "serve a model over HTTP, with the API of OpenAI",
     "generate": "complete prompts with a model, without a server",
+    "run-batch": "answer a file of requests, without a server",
     "chat": "talk to a model of a running server",
     "complete": "complete texts with a model of a running server",
     "bench": "measure a server, a model or a part",
@@ -26,7 +27,8 @@ COMMAND_MEANINGS = {
     "start": "serve",
     "server": "serve",
     "api-server": "serve",
-    "batch": "generate",
+    "batch": "run-batch",
+    "run_batch": "run-batch",
     "infer": "generate",
     "completion": "complete",
     "talk": "chat",
@@ -64,7 +66,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         if name == chosen:
-            module = importlib.import_module(f"eagleray.cli.{name}")
+            module = importlib.import_module(f"eagleray.cli.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser.parse(arguments)

@@ -1,0 +1,124 @@
+"""`eagleray run-batch -i FILE -o FILE [MODEL]`: answer a file of requests without a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from eagleray.batch.output_file import OutputFile
+from eagleray.batch.progress import BatchProgress
+from eagleray.batch.run import Batch
+from eagleray.cli.options import program_options
+from eagleray.config.flags import add_config_flags
+from eagleray.config.sections import Config
+from eagleray.engine_args import EngineArgs
+from eagleray.errors import ConfigError
+from eagleray.instance import LocalInstance
+from eagleray.log import get_logger, setup_logging
+from eagleray.metrics.ledger import Ledger
+from eagleray.server.app import create_app
+
+logger = get_logger(__name__)
+
+SECTIONS = ("model", "parallel", "cache", "lora", "scheduling", "execution", "recovery", "ray", "observability")
+
+ROWS_PER_SEQUENCE = 2
+"""Rows that are sent for each sequence that the engines may run, so that they always have waiting ones."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object a line: a path or a URL"
+    )
+    parser.add_argument(
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help="answers, appended one a line; rows that have one already are not sent again",
+    )
+    parser.add_argument(
+        "--max-concurrency", type=int, metavar="N", help="rows that are sent at the same time (default: as needed)"
+    )
+    parser.add_argument("--no-progress", action="store_true", help="show no bar and no lines about progress")
+    add_config_flags(parser, sections=SECTIONS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 if every row has an answer, also one that is an error."""
+    if arguments.max_concurrency is not None and arguments.max_concurrency < 1:
+        raise ConfigError(f"`--max-concurrency` must be at least 1, but it is {arguments.max_concurrency}")
+    with contextlib.ExitStack() as stack:
+        rows = stack.enter_context(_opened(arguments.input_file))
+        output = stack.enter_context(contextlib.closing(_open_output(arguments.output_file)))
+        config = EngineArgs(**program_options(arguments, sections=SECTIONS)).config()
+        setup_logging("run-batch", config.observability.log_level)
+        progress = BatchProgress(is_terminal=sys.stderr.isatty(), is_shown=not arguments.no_progress)
+        stack.callback(progress.close)
+        concurrency = arguments.max_concurrency or _default_concurrency(config)
+        try:
+            asyncio.run(_run(config, rows, output, concurrency, progress))
+        finally:
+            logger.info("%s", progress.describe())
+    return 0
+
+
+def _default_concurrency(config: Config) -> int:
+    running = config.scheduling.max_num_seqs * config.parallel.data_parallel_size
+    return min(ROWS_PER_SEQUENCE * running, config.serving.max_queued_requests)
+
+
+async def _run(config: Config, rows: IO[bytes], output: OutputFile, concurrency: int, progress: BatchProgress) -> None:
+    """Start the engines, answer all rows, and stop the engines."""
+    instance = await LocalInstance.start(config, None)
+    try:
+        with contextlib.closing(Ledger.open(instance.supervisor.runtime_dir / "metrics", 0)) as ledger:
+            app = create_app(instance.client, config, ledger)
+            batch = Batch(app, output, max_row_bytes=config.serving.max_request_bytes, progress=progress)
+            await instance.guard(batch.run(rows, concurrency))
+    finally:
+        await instance.stop()
+
+
+def _open_output(path: str) -> OutputFile:
+    if "://" in path:
+        raise ConfigError(
+            f"--output-file {path!r}: must be a file of this host, because it is appended to row by row; copy it when "
+            "the batch has ended"
+        )
+    return OutputFile.open(Path(path).expanduser())
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[IO[bytes]]:
+    if "://" in path:
+        with _opened_url(path) as file:
+            yield file
+        return
+    try:
+        local = Path(path).expanduser().open("rb")
+    except OSError as error:
+        raise ConfigError(f"--input-file {path!r}: {error.strerror}") from None
+    with local:
+        yield local
+
+
+@contextlib.contextmanager
+def _opened_url(url: str) -> Iterator[IO[bytes]]:
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError(
+            f"--input-file {url!r}: URLs are read by fsspec: install it with `pip install 'eagleray[fsspec]'`"
+        ) from None
+    try:
+        remote = fsspec.open(url, "rb").open()
+    except Exception as error:  # each file system of fsspec has errors of its own
+        raise ConfigError(f"--input-file {url!r}: cannot be read: {type(error).__name__}: {str(error)[:300]}") from None
+    with remote:
+        yield remote
