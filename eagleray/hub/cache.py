@@ -12,6 +12,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from eagleray.config.json_files import read_optional_json_object
+from eagleray.errors import CheckpointError
+
 HUB_ID = re.compile(r"(?=.{1,200}\Z)(?:[A-Za-z0-9_][A-Za-z0-9._-]*/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 REVISION = re.compile(r"(?=.{1,200}\Z)(?!.*\.\.)[A-Za-z0-9_](?:[A-Za-z0-9_./+@-]*[A-Za-z0-9_+@-])?")
@@ -30,12 +33,12 @@ def is_hub_id(name: str) -> bool:
 def cache_dir(download_dir: str | None) -> Path:
     """Return the directory of the cache: `download_dir`, or the one that the environment names."""
     if download_dir:
-        return Path(download_dir).expanduser()
+        return Path(os.path.expanduser(download_dir))
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if given := os.environ.get(variable):
-            return Path(os.path.expandvars(given)).expanduser()
+            return Path(os.path.expanduser(os.path.expandvars(given)))
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(os.path.expandvars(home)).expanduser() / "hub"
+    return Path(os.path.expanduser(os.path.expandvars(home))) / "hub"
 
 
 def is_offline() -> bool:
@@ -76,6 +79,14 @@ class CachedRepo:
         except (OSError, ValueError):
             return None
         return commit if COMMIT.fullmatch(commit) else None
+
+    def listed_files(self, commit: str) -> list[str]:
+        """Return the names of all files of a commit, if the program that filled the cache has left a listing."""
+        try:
+            files = read_optional_json_object(self.path / "trees" / f"{commit}.json").get("files")
+        except CheckpointError:
+            return []
+        return list(files) if isinstance(files, dict) else []
 
 
 def nearest_ids(cache: Path, repo_id: str) -> list[str]:

@@ -8,7 +8,7 @@ import re
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -102,30 +102,35 @@ def _list_files(repo: CachedRepo, revision: str, needs: NeededFiles, options: Hu
 def _fetch_files(
     repo: CachedRepo, commit: str, sizes: dict[str, int | None], options: HubOptions, endpoint: str
 ) -> None:
-    """Download files in threads. The first failure, or an interruption, ends the others at their next bytes."""
     known = [size for size in sizes.values() if size is not None]
     total = sum(known) if len(known) == len(sizes) else None
-    # large files last: a wrong configuration is noticed early
-    pending = deque(sorted(sizes, key=lambda name: sizes[name] or 0))
-    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+    size = "unknown size" if total is None else f"{total / 2**20:,.1f} MiB"
+    logger.info("downloading %s (files: %d, %s) to %s", repo.repo_id, len(sizes), size, repo.cache)
+    weights = [name for name in sizes if name.endswith(".safetensors")]
     with DownloadProgress(repo.repo_id, total) as progress:
-        size = "unknown size" if total is None else f"{total / 2**20:,.1f} MiB"
-        logger.info("downloading %s (files: %d, %s) to %s", repo.repo_id, len(sizes), size, repo.cache)
         fetch = _file_fetcher(repo, commit, options, endpoint, progress)
-        # daemons, so that a program that is interrupted does not wait for a slow hub
-        threads = [Thread(target=_fetch_each, args=(fetch, pending, ended), daemon=True) for _ in range(MAX_THREADS)]
+        # weights last: a snapshot that has them all has all other files
+        for names in (sorted(sizes.keys() - weights), sorted(weights)):
+            _fetch_in_threads(fetch, names, progress)
+
+
+def _fetch_in_threads(fetch: Callable[[str], object], names: Sequence[str], progress: DownloadProgress) -> None:
+    """Download files in threads. The first failure, or an interruption, ends the others at their next bytes."""
+    pending, ended = deque(names), SimpleQueue[BaseException | None]()
+    # daemons, so that a program that is interrupted does not wait for a slow hub
+    threads = [Thread(target=_fetch_each, args=(fetch, pending, ended), daemon=True) for _ in names[:MAX_THREADS]]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in names:
+            if (error := ended.get()) is not None:  # huggingface_hub limits each wait for the hub
+                raise error
+    except BaseException:
+        progress.cancel()
+        pending.clear()
         for thread in threads:
-            thread.start()
-        try:
-            for _ in sizes:
-                if (error := ended.get()) is not None:  # huggingface_hub limits each wait for the hub
-                    raise error
-        except BaseException:
-            progress.cancel()
-            pending.clear()
-            for thread in threads:
-                thread.join(CANCEL_SECONDS / MAX_THREADS)
-            raise
+            thread.join(CANCEL_SECONDS / MAX_THREADS)
+        raise
 
 
 def _fetch_each(fetch: Callable[[str], object], pending: deque[str], ended: SimpleQueue[BaseException | None]) -> None:

@@ -20,6 +20,7 @@ from eagleray.hub.locate import checkpoint_dir, tokenizer_dir
 from eagleray.hub.model_json import generation_file
 from eagleray.hub.needs import NeededFiles, missing_file
 from eagleray.hub.options import HubOptions
+from eagleray.hub.repo_files import choose_files
 from eagleray.hub.url_models import fetch_url, is_url
 from eagleray.log import get_logger
 
@@ -83,20 +84,25 @@ def _fetch_pinned(model: ModelConfig, options: HubOptions, *, with_weights: bool
     if model.model is not None and model.revision is not None:
         needs = _checkpoint_needs(model)
         needs = NeededFiles(config=needs.config, weights=needs.weights and with_weights)
-        pin(model.model, model.revision, needs, options)
+        pin_remote(model.model, model.revision, needs, options)
     if model.hf_config_path is not None:
         _pin_config(model.hf_config_path, options)
 
 
 def pin(name: str, revision: str | None, needs: NeededFiles, options: HubOptions, *, kind: str = "model") -> str | None:
-    """Find a model or fetch it. Returns None for a directory, or else the commit, or the key of the copy of a URL."""
-    path = Path(name).expanduser()
-    if _is_directory(path):
+    """Find a model or fetch it. Returns None for a directory, or else what `pin_remote` does."""
+    if _directory(name) is not None:
         return None
+    if not is_url(name):
+        _check_name(name, kind)
+    return pin_remote(name, revision, needs, options)
+
+
+def pin_remote(name: str, revision: str | None, needs: NeededFiles, options: HubOptions) -> str:
+    """Find a model that is no directory, or fetch it. Returns the commit, or the key of the copy of a URL."""
     if is_url(name):
         is_key = revision is not None and COMMIT.fullmatch(revision) is not None
         return fetch_url(name, needs, options, key=revision if is_key else None)
-    _check_name(name, path, kind)
     return _pin_hub_model(CachedRepo(options.cache, name), _checked(revision or DEFAULT_REVISION), needs, options)
 
 
@@ -105,7 +111,7 @@ def _pin_hub_model(repo: CachedRepo, revision: str, needs: NeededFiles, options:
     if commit is not None:
         missing = missing_file(repo.snapshot(commit), needs)
         if missing is None:
-            logger.debug("%s: commit %s of the cache %s", repo.repo_id, commit, repo.cache)
+            _complete_listed(repo, commit, needs, options)
             return commit
         if is_offline():
             raise incomplete_offline(repo, revision, str(repo.snapshot(commit) / missing))
@@ -116,9 +122,23 @@ def _pin_hub_model(repo: CachedRepo, revision: str, needs: NeededFiles, options:
     return download(repo, commit or revision, needs, options)
 
 
+def _complete_listed(repo: CachedRepo, commit: str, needs: NeededFiles, options: HubOptions) -> None:
+    """Fetch files that the repository has and the snapshot lacks, if the model can be served without them: a program
+    that filled the cache was killed, or chose fewer files. Without the hub the snapshot is used as it is."""
+    if is_offline():
+        return
+    listed = repo.listed_files(commit)
+    try:
+        chosen = choose_files(repo.repo_id, listed, needs, options.ignore_patterns) if listed else []
+        if not all((repo.snapshot(commit) / name).is_file() for name in chosen):
+            download(repo, commit, needs, options)
+    except CheckpointError as error:
+        logger.warning("the model is served without some files of its repository: %s", error)
+
+
 def _pin_config(config_path: str, options: HubOptions) -> str:
     """Return `hf_config_path` pinned: a directory as it is, or an id with its commit behind `@`."""
-    if _is_directory(Path(config_path).expanduser()):
+    if _directory(config_path) is not None:
         return config_path
     name, _, revision = config_path.partition("@")
     commit = pin(name, revision or None, NeededFiles(config=True), options, kind="configuration")
@@ -140,18 +160,20 @@ def _checkpoint_needs(model: ModelConfig) -> NeededFiles:
     )
 
 
-def _is_directory(path: Path) -> bool:
+def _directory(name: str) -> Path | None:
+    """Return the directory of a name; None if there is no such directory."""
     try:
-        return path.is_dir()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
+        path = Path(name).expanduser()
+        return path if path.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # a name that no file can have, or ~USER of nobody
+        return None
 
 
-def _check_name(name: str, path: Path, kind: str) -> None:
+def _check_name(name: str, kind: str) -> None:
     """Raise `CheckpointError` unless a name that is no directory may be the id of a model."""
     if name.lower().endswith(".gguf"):
         raise CheckpointError(f"{kind} {name!r}: GGUF files are not read; give a model of safetensors files")
-    if _is_file(path):
+    if _is_file(name):
         raise CheckpointError(f"{kind} {name!r} is a file; give the directory that it is in")
     if not is_hub_id(name):
         raise CheckpointError(
@@ -160,10 +182,10 @@ def _check_name(name: str, path: Path, kind: str) -> None:
         )
 
 
-def _is_file(path: Path) -> bool:
+def _is_file(name: str) -> bool:
     try:
-        return path.is_file()
-    except (OSError, ValueError):
+        return Path(name).expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):
         return False
 
 

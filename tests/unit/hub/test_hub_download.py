@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,48 @@ def test_download_goes_on_with_an_incomplete_snapshot(hub, cache):
     directory = checkpoint_dir(prepare_model(model()))
     assert (directory / "model-2.safetensors").read_bytes() == b"2" * 100
     assert hub.downloads() == {"model-2.safetensors"}
+
+
+def list_files(cache, names):
+    """Leave the listing that huggingface_hub leaves before it downloads a snapshot."""
+    tree = cache / "models--org--model" / "trees" / f"{COMMIT}.json"
+    tree.parent.mkdir()
+    tree.write_text(json.dumps({"format_version": 1, "files": {name: {"size": 1, "blob_id": "0"} for name in names}}))
+
+
+def test_download_fetches_files_that_another_program_has_listed_and_not_fetched(hub, cache):
+    snapshot = write_snapshot(cache)
+    names = {*FILES, "tokenizer_config.json"}
+    list_files(cache, names)
+    hub.repositories["org/model"].files["tokenizer_config.json"] = b"{}"
+    assert prepare_model(model()).revision == COMMIT
+    assert (snapshot / "tokenizer_config.json").read_bytes() == b"{}"
+    assert hub.downloads() == {"tokenizer_config.json"}
+    (snapshot / "tokenizer_config.json").unlink()
+    hub.failures = [500] * download.ATTEMPTS
+    assert prepare_model(model()).revision == COMMIT  # it can be served
+
+
+def test_download_files_that_are_not_read_are_not_missed(hub, cache):
+    write_snapshot(cache, files={name: FILES[name] for name in READ})
+    list_files(cache, FILES)
+    assert prepare_model(model()).revision == COMMIT
+    assert not hub.requests
+
+
+def test_download_fetches_weights_last(hub):
+    hub.repositories["org/model"].absent = ("tokenizer.json",)
+    with pytest.raises(CheckpointError, match="lists a file"):
+        prepare_model(model())
+    assert "model.safetensors" not in hub.downloads()
+
+
+def test_fetch_model_directory_of_the_same_name_is_not_taken_for_the_model(hub, tmp_path):
+    prepared = prepare_model(model())
+    elsewhere = msgspec.structs.replace(prepared, download_dir=str(tmp_path / "node"))
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    fetch_model(elsewhere, timeout=1, with_weights=True)
+    assert (checkpoint_dir(elsewhere) / "model.safetensors").is_file()
 
 
 def test_download_replaces_links_that_lead_nowhere(hub, cache):

@@ -185,6 +185,7 @@ def test_prepare_model_offline_unknown_id_says_where_it_looked_and_names_near_id
         ("a/b/c", "there is no such directory"),
         ("../up", "there is no such directory"),
         ("org/..", "there is no such directory"),
+        ("~nobody-of-this-name/model", "there is no such directory"),
         ("org/a--b", "there is no such directory"),
         ("org/na\0me", "there is no such directory"),
         ("x" * 5000, "there is no such directory"),
