@@ -31,6 +31,7 @@ MAX_COMPLETIONS = 1024
 """Largest `n`: each completion is a request of its own, with a copy of the prompt."""
 MAX_LOGPROB_TOKEN_IDS = 128
 SEED_BITS = 63
+TRACE = "trace_decode_token_ids"
 
 
 class Prompt(NamedTuple):
@@ -326,7 +327,9 @@ def _sampling_of_child(sampling: Sampling, index: int) -> Sampling:
 def _forced(params: SamplingParams, engine: EngineInfo, *, room: int) -> SamplingParams:
     """Return the parameters by which exactly the tokens of `trace_decode_token_ids` are generated, up to `max_tokens`
     and to the `room` in the model's length. Raises `InvalidRequest` for values that are no ids of the model."""
-    token_ids = _check_ids(params.trace_decode_token_ids, engine.vocab_size, "trace_decode_token_ids")[:room]
+    given = params.trace_decode_token_ids
+    # cut before millions of ids are checked
+    token_ids = _check_ids(given[:room] if isinstance(given, list) else given, engine.vocab_size, TRACE)[:room]
     return msgspec.structs.replace(
         params,
         trace_decode_token_ids=token_ids,

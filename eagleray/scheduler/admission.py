@@ -105,7 +105,7 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     _check_ids("the keys of `logit_bias`", sampling.logit_bias, vocab_size, param="logit_bias")
     bad_words = list(chain.from_iterable(sampling.bad_words))
     _check_ids("the token ids of `bad_words`", bad_words, vocab_size, param="bad_words")
-    for name in ("allowed_token_ids", "suppressed_token_ids", "logprob_token_ids"):
+    for name in ("allowed_token_ids", "suppressed_token_ids", "logprob_token_ids", "forced_token_ids"):
         _check_ids(f"`{name}`", getattr(sampling, name), vocab_size, param=name)
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(sampling, name)

@@ -177,7 +177,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
                 param="routed_experts_format",
             )
         return GenerationTask(
-            request_id=getattr(body, "request_id", None) or request.scope["state"]["request_id"],
+            request_id=_given_id(getattr(body, "request_id", None)) or request.scope["state"]["request_id"],
             arrival=request.scope["state"]["arrival"],
             num_prompts=self.num_prompts,
             params=params,
@@ -329,3 +329,10 @@ def make_sampling(values: Mapping[str, Any]) -> SamplingParams:
         del rest[wrong]
     reasons.check()
     return params
+
+
+def _given_id(request_id: str | None) -> str | None:
+    """Return the id that a body gives to its request. Raises `InvalidRequest` for one that logs could not show."""
+    if request_id is not None and not request_id.isprintable():
+        raise InvalidRequest("`request_id` must be made of printable characters", param="request_id")
+    return request_id

@@ -167,6 +167,7 @@ def test_return_prompt_text_shows_what_the_template_wrote(api):
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_request_id_of_the_body_names_the_answer(api, path):
     assert post(api, path, request_id="my-own")["id"].endswith("-my-own")
+    assert refusal(api, path, request_id="a\nb")["param"] == "request_id"
     assert refusal(api, path, request_id="x" * 257)["param"] == "request_id"
     assert refusal(api, path, session_id="x" * 257)["param"] == "session_id"
 
