@@ -17,6 +17,7 @@ from eagleray.client.client import Client
 from eagleray.config.sections import Config
 from eagleray.config.serving import ServingConfig
 from eagleray.metrics.ledger import Ledger
+from eagleray.server.anthropic.route import CountTokensRoute, ParsedMessages
 from eagleray.server.collective_rpc import CollectiveRpcRoute
 from eagleray.server.control import ControlRoutes
 from eagleray.server.endpoint import Endpoint, Operation, RequestMiddleware
@@ -65,6 +66,8 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
         *GenerationRoute(service, ParsedChatBatch).endpoints(),
         *RenderRoute(service, ParsedCompletion, is_list=True).endpoints(),
         *RenderRoute(service, ParsedChat, is_list=False).endpoints(),
+        *GenerationRoute(service, ParsedMessages).endpoints(),
+        *CountTokensRoute(service).endpoints(),
         *GenerationRoute(service, ParsedGenerate).endpoints(),
         *GenerationRoute(service, ParsedSkyrlGenerate).endpoints(),
         *PoolingRoutes(service, has_pair_template=config.model.chat_template is not None).endpoints(),

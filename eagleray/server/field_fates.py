@@ -55,6 +55,7 @@ STRUCTURED_OUTPUTS = Feature(
 TOOL_CALLS = Feature("tool calls", "leave them out, or give `tool_choice` none for an answer in text")
 BEAM_SEARCH = Feature("beam search", "leave it out; `n` with a temperature gives several completions")
 BEST_OF = Feature("a choice of the best of several completions", "give it the value of `n`, or leave it out")
+SEVERAL_ANSWERS = Feature("several answers", "send several requests, or use /v1/chat/completions")
 SUFFIX = Feature("insertion before a text", "leave it out")
 FUNCTIONS = Feature("function calls", "leave it out")
 AUDIO = Feature("audio", "leave it out; answers are texts")

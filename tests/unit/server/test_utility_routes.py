@@ -146,6 +146,8 @@ def test_openapi_lists_every_route(api):
         "/v1/responses",
         *KEPT_PATHS,
         *("/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/completions/render", "/invocations", "/"),
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/inference/v1/generate",
         "/skyrl/v1/generate",
         *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),

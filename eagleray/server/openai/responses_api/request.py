@@ -13,6 +13,7 @@ from eagleray.server.field_fates import (
     ACCEPTED,
     COMMON,
     MEDIA,
+    SEVERAL_ANSWERS,
     STRUCTURED_OUTPUTS,
     Fate,
     Feature,
@@ -112,7 +113,6 @@ KEPT_ANSWERS = Feature("answers that are kept", "send the whole conversation as 
 BACKGROUND = Feature("answers in the background", "leave it out; `stream` shows the answer while it is made")
 PROMPT_TEMPLATES = Feature("templates of prompts that are kept", "write the prompt into `instructions` and `input`")
 RAW_MESSAGES = Feature("the messages of the prompt in the answer", "leave it out")
-SEVERAL_ANSWERS = Feature("several answers", "send several requests, or use /v1/chat/completions")
 
 
 def _renamed(name: str) -> Feature:

@@ -1,0 +1,106 @@
+"""The bodies of /v1/messages and /v1/messages/count_tokens, and the table of the fields without an effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from eagleray.messages.sampling import MAX_STOP_STRINGS
+from eagleray.server.anthropic.history import AnthropicMessages, SystemText
+from eagleray.server.field_fates import (
+    ACCEPTED,
+    COMMON,
+    SEVERAL_ANSWERS,
+    STRUCTURED_OUTPUTS,
+    Fate,
+    Feature,
+    ignored,
+    refused,
+)
+from eagleray.server.fields import Timeout
+from eagleray.server.openai.requests import ShortText
+
+
+class ThinkingOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Annotated[str, Meta(description="disabled: separate thinking is not supported.")]
+    budget_tokens: Annotated[int | None, Meta(description="No effect.")] = None
+    display: Annotated[str | None, Meta(description="No effect.")] = None
+
+
+class OutputOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: Annotated[str | None, Meta(description="Given to the chat template as `reasoning_effort`.")] = None
+
+
+class AnthropicRequest(msgspec.Struct, kw_only=True):
+    """The fields that determine the prompt."""
+
+    model: Annotated[str | None, Meta(description="A name of /v1/models; may be left out.")] = None
+    messages: AnthropicMessages
+    system: SystemText = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputOptions | None = None
+    tools: Annotated[list[dict[str, Any]] | None, Meta(description="Given to the chat template.")] = None
+    tool_choice: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Meta(description="More variables for the chat template.")
+    ] = None
+
+
+class MessagesRequest(AnthropicRequest, kw_only=True, forbid_unknown_fields=True):
+    """Answer in a conversation. Tools only with the `tool_choice` none: tool calls are not supported."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: Annotated[
+        list[str] | None,
+        Meta(description="Texts at which the answer ends.", extra_json_schema={"maxItems": MAX_STOP_STRINGS}),
+    ] = None
+    temperature: Annotated[float | None, Meta(description="0 is greedy.")] = None
+    top_p: float | None = None
+    top_k: Annotated[int | None, Meta(description="0 or -1: all tokens.")] = None
+    metadata: Annotated[Any, Meta(description="No effect on the answer.")] = None
+    priority: Annotated[
+        int | None, Meta(description="Lower runs first. Only where the server schedules by priority.")
+    ] = None
+    cache_salt: Annotated[
+        str | None, Meta(description="Cached prompt beginnings are shared only between requests of the same salt.")
+    ] = None
+    timeout: Timeout | None = None
+    request_id: Annotated[
+        ShortText | None, Meta(description="Names the request. Default: the header X-Request-Id.")
+    ] = None
+    session_id: Annotated[ShortText | None, Meta(description="Names a session. Default: the header X-Session-ID.")] = (
+        None
+    )
+
+
+class CountTokensRequest(AnthropicRequest, kw_only=True, forbid_unknown_fields=True):
+    """Count the tokens of a prompt."""
+
+
+SERVER_TOOLS = Feature("tools that the server runs", "leave it out")
+OPENAI_STOP = Feature("a field of this name here", "call it `stop_sequences`")
+CONTAINERS = Feature("containers for code", "leave it out")
+
+COUNT_FATES: Mapping[str, Fate] = {
+    "output_config.format": refused(STRUCTURED_OUTPUTS),
+    "output_format": refused(STRUCTURED_OUTPUTS),
+    "mcp_servers": refused(SERVER_TOOLS, []),
+    "container": refused(CONTAINERS),
+    **dict.fromkeys(("cache_control", "betas", "diagnostics", "user_profile_id"), ACCEPTED),
+    "speed": ignored("standard"),
+    "inference_geo": ignored(),
+}
+"""Table of /v1/messages/count_tokens."""
+
+MESSAGES_FATES: Mapping[str, Fate] = {
+    **COMMON,
+    **COUNT_FATES,
+    "service_tier": ignored("auto", "standard_only"),
+    "stop": refused(OPENAI_STOP, []),
+    "n": refused(SEVERAL_ANSWERS, 1),
+}
+"""Table of /v1/messages."""
