@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import random
 import time
 from typing import Any
@@ -292,6 +293,23 @@ async def odd_json(arena: Arena) -> None:
         await arena.post(COMPLETIONS, body, f"a body that is {what}", want=REFUSED)
     for path in ("/tokenize", "/detokenize", CHAT, GENERATE):
         await arena.post(path, b"[" * 1000, f"unclosed brackets to {path}", want=REFUSED)
+
+
+@attack("bodies", "bodies that inflate to 32 MB and more, forty at a time, and gzip of many members")
+async def compressed(arena: Arena) -> None:
+    text = encode({"prompt": "x", "max_tokens": 1})
+    bombs = {
+        "a bomb of 256 MB": (gzip.compress(b" " * 2**28, 9), (413,)),
+        "as much as is allowed": (gzip.compress(text + b" " * (BODY_BYTES - len(text)), 1), (200, 429)),
+        "50,000 members": (gzip.compress(b"") * 50_000, REFUSED),
+        "one member and garbage": (gzip.compress(text) + b"x" * 2**20, REFUSED),
+        "half of its data": (gzip.compress(text)[:-9], REFUSED),
+    }
+    headers = {"Content-Encoding": "gzip"}
+    for what, (body, want) in bombs.items():
+        posts = (arena.post(COMPLETIONS, body, f"{what} (#{i})", want=want, headers=headers) for i in range(40))
+        await asyncio.gather(*posts)
+    await arena.post(COMPLETIONS, text, "a body as brotli", want=(415,), headers={"Content-Encoding": "br"})
 
 
 @attack("bodies", "random bodies made from /openapi.json", is_random=True)
