@@ -34,6 +34,12 @@ def _words(words: Mapping[str, Any]) -> Callable[[Any], Any]:
     return lambda value: words.get(value, value) if isinstance(value, str) else value
 
 
+def _dtype(name: Any) -> Any:
+    """Return the name of a dtype, which may be one of torch or be short."""
+    name = str(name).removeprefix("torch.")
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name)
+
+
 def executor(backend: Any) -> str:
     executors = {"mp": "processes", "ray": "ray", "uni": "in-process"}
     if backend == "external_launcher":
@@ -108,7 +114,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 VALUES: dict[str, Callable[[Any], Any]] = {
-    "dtype": _words({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}),
+    "dtype": _dtype,
     "data_parallel_backend": _words({"mp": "processes"}),
     "kv_cache_dtype": _words({"fp8_e4m3": "fp8"}),
     "max_model_len": lambda value: "auto" if str(value).strip().lower() in ("-1", "auto") else value,

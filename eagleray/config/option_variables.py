@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_origin
 
-from eagleray.config.build import field_owners, list_options
+from eagleray.config.build import field_owners, option_types
 from eagleray.config.environment import (
     ADMIN_API_KEY_VARIABLE,
     API_KEY_VARIABLE,
@@ -78,7 +78,7 @@ def _own_variables(own: Collection[str]) -> TranslatedOptions:
                 continue
             notes.append(f"{variable}={text} is ignored: it describes a service of Kubernetes")
         elif name in own or name in TABLE:
-            given[name] = as_list(text) if name in list_options() else text
+            given[name] = as_list(text) if get_origin(option_types().get(name)) is list else text
         elif meant := suggest(name, own, {}):
             notes.append(f"{variable} is ignored: there is no option `{name}`; did you mean {PREFIX}{meant.upper()}?")
         if name in SECRETS:

@@ -245,12 +245,17 @@ def child_of(pid: int) -> int:
 
 def child_of_ours(label: str, *default: None) -> int | None:
     """Return the process id of this process's newest child with this label."""
-    for pid in sorted(children_of(os.getpid()), reverse=True):
+    for pid in sorted(children_of(os.getpid()), key=start_time, reverse=True):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         if words[-1] == label.encode():
             return pid
     assert default, f"there is no {label}"
     return default[0]
+
+
+def start_time(pid: int) -> int:
+    """Return the time at which a process started, in ticks since the boot; ids begin anew now and then."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def cpu_seconds(pid: int) -> float:

@@ -34,6 +34,7 @@ def read(monkeypatch, variables: dict[str, str], **given: object) -> TranslatedO
         ({"EAGLERAY_MAX_NUM_SEQS": "5"}, {}, {"max_num_seqs": "5"}),
         ({"EAGLERAY_MAX_NUM_SEQS": "5"}, {"max_num_seqs": 3}, {"max_num_seqs": 3}),
         ({"EAGLERAY_SERVED_MODEL_NAME": "a, b"}, {}, {"served_model_name": ["a", "b"]}),
+        ({"EAGLERAY_ALLOWED_ORIGINS": "https://a, https://b"}, {}, {"allowed_origins": ["https://a", "https://b"]}),
         ({"EAGLERAY_BUNDLE_INDICES": "[1, 2]"}, {}, {"bundle_indices": [1, 2]}),
         ({"EAGLERAY_ENFORCE_EAGER": "1", "EAGLERAY_HEADLESS": "false"}, {}, {}),
         ({"EAGLERAY_CACHE_DIR": "/x", "EAGLERAY_API_KEY": "k", "EAGLERAY_DTYPE": " "}, {}, {}),

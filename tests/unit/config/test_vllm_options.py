@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from eagleray import EngineArgs, SamplingParams
 from eagleray.compat.vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -116,6 +117,7 @@ def test_translate_default_of_vllm_is_accepted(name):
         ({"uvicorn_log_level": "warning", "log_level": "INFO"}, {"log_level": "info"}),
         ({"logging_config": {"log_level": "ERROR", "formatter": "text"}}, {"log_level": "error"}),
         ({"dtype": "bf16"}, {"dtype": "bfloat16"}),
+        ({"dtype": torch.float16}, {"dtype": "float16"}),
         ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8"}),
         ({"generation_config": "vllm"}, {"generation_config": "none"}),
         ({"load_format": "runai_streamer"}, {"load_format": "safetensors"}),
