@@ -46,7 +46,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Annotated[int, Meta(extra_json_schema={"minimum": 0})]]
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):

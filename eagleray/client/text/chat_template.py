@@ -175,18 +175,22 @@ class _CompiledTemplate(NamedTuple):
     ) -> str:
         """Return the prompt, up to the end of the last message if the answer `continues` it.
 
-        A template that fails with arguments of tool calls that are objects gets them as texts. Raises what the template
-        raises.
+        A template that fails with messages as transformers passes them gets them in the other forms that templates
+        were written for. Raises what the template raises for the first of them.
         """
         try:
             return self._render(messages, self.form, variables, budget, continues=continues)
         except (OverBudget, InvalidRequest):
             raise
-        except Exception:
-            if not any(message.get("tool_calls") for message in messages):
-                raise
-        form = self.form._replace(has_text_arguments=True)
-        return self._render(messages, form, variables, budget, continues=continues)
+        except Exception as error:
+            for form in _other_forms(messages, self.form):
+                try:
+                    return self._render(messages, form, variables, budget, continues=continues)
+                except OverBudget:
+                    raise
+                except Exception:
+                    continue
+            raise error
 
     def _render(
         self,
@@ -201,6 +205,18 @@ class _CompiledTemplate(NamedTuple):
         final_text = _open_end(conversation) if continues else ""
         text = _render(self.template, {**variables, "messages": conversation}, budget)
         return _cut(text, final_text) if continues else text
+
+
+def _other_forms(messages: Sequence[Mapping[str, Any]], form: MessageForm) -> Iterator[MessageForm]:
+    """Yield the forms in which these messages differ from `form`: without missing contents, and with text arguments."""
+    lacks_content = any(message.get("content") is None for message in messages)
+    has_calls = any(message.get("tool_calls") for message in messages)
+    if lacks_content:
+        yield form._replace(has_empty_content=True)
+    if has_calls:
+        yield form._replace(has_text_arguments=True)
+    if lacks_content and has_calls:
+        yield form._replace(has_empty_content=True, has_text_arguments=True)
 
 
 def _open_end(conversation: list[dict[str, Any]]) -> str:

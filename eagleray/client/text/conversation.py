@@ -50,6 +50,8 @@ def template_message(message: Mapping[str, Any], form: MessageForm) -> dict[str,
         _complete_answer(plain, has_text_arguments=form.has_text_arguments)
         if content is None and "content" in message:
             plain["content"] = None
+    if content is None and form.has_empty_content:
+        content = plain["content"] = ""
     if role == "developer" and not form.knows_developer:
         plain["role"] = "system"
     if isinstance(content, str) and form.wraps_texts:

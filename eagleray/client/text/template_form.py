@@ -17,6 +17,8 @@ class MessageForm(NamedTuple):
     """Whether contents that are lists of parts stay lists."""
     wraps_texts: bool = False
     """Whether contents that are texts become lists of one part."""
+    has_empty_content: bool = False
+    """Whether a content that is null or missing becomes an empty text."""
     has_text_arguments: bool = False
     """Whether the arguments of tool calls are JSON in texts, as in OpenAI's API, in place of objects."""
     knows_developer: bool = False

@@ -104,6 +104,19 @@ def test_render_template_that_joins_arguments_gets_a_text():
     assert render(template, [{"role": "assistant", "content": None, "tool_calls": calls}]) == '<{"a":  1}><{"ö": 2}>'
 
 
+def test_render_template_that_needs_a_content_gets_an_empty_one():
+    template = "{% for m in messages %}{{ '<' + m.content + '>' }}{% for c in m.tool_calls %}{{ EXTRA }}{% endfor %}{% endfor %}"
+    calls = [call('{"a": 1}')]
+    for message in (
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ):
+        assert render(template.replace("EXTRA", "1"), [message]) == "<>1"
+        assert render(template.replace("EXTRA", "'' + c.function.arguments"), [message]) == '<>{"a": 1}'
+    with pytest.raises(InvalidRequest, match=r"'\+'|concatenate|content|NoneType"):
+        render("{{ '<' + messages[0].content + 5 }}", [message])
+
+
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_render_reasoning_has_both_names(name):
     template = "{{ messages[0].reasoning }} {{ messages[0].reasoning_content }}"
