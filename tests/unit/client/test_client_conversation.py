@@ -105,16 +105,13 @@ def test_render_template_that_joins_arguments_gets_a_text():
 
 
 def test_render_template_that_needs_a_content_gets_an_empty_one():
-    template = "{% for m in messages %}{{ '<' + m.content + '>' }}{% for c in m.tool_calls %}{{ EXTRA }}{% endfor %}{% endfor %}"
-    calls = [call('{"a": 1}')]
-    for message in (
-        {"role": "assistant", "tool_calls": calls},
-        {"role": "assistant", "content": None, "tool_calls": calls},
-    ):
+    template = "{{ '<' + messages[0].content + '>' }}{% for c in messages[0].tool_calls %}{{ EXTRA }}{% endfor %}"
+    without = {"role": "assistant", "tool_calls": [call('{"a": 1}')]}
+    for message in (without, without | {"content": None}):
         assert render(template.replace("EXTRA", "1"), [message]) == "<>1"
         assert render(template.replace("EXTRA", "'' + c.function.arguments"), [message]) == '<>{"a": 1}'
     with pytest.raises(InvalidRequest, match=r"'\+'|concatenate|content|NoneType"):
-        render("{{ '<' + messages[0].content + 5 }}", [message])
+        render("{{ '<' + messages[0].content + 5 }}", [without])
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
