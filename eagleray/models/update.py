@@ -7,6 +7,7 @@ and captured graphs keep pointers to them. Made by the model, driven by the work
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -191,6 +192,7 @@ class WeightUpdate:
         self._kept_fp8 = kept_fp8
         self._in_place = in_place
         self._mirrors = mirrors
+        self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, "update")
         self._lock = threading.Lock()  # a method of the workers may load weights while a trainer's are received
         self._groups = [GroupUpdate(group, rules) for group in _distinct(groups)]
@@ -262,7 +264,7 @@ class WeightUpdate:
     def drop(self) -> None:
         """Drop the tensors that were not applied. The memory is kept for the next update."""
         self.is_open = False
-        self._pool.shutdown(cancel_futures=True)  # first: another thread may still be in `add`
+        self._pool.shutdown()  # first: another thread may still be in `add`
         self._groups.clear()
         self._pending.clear()
         self._owners.clear()
@@ -347,7 +349,8 @@ class WeightUpdate:
         form = group.complete_form()
         assert form is not None
         weights = PushedWeights(self._rules, group.came, self._scratch, kept_fp8=self._kept_fp8)
-        self._finish(group, self._pack(form, weights, group.group.places()[0]))
+        places = group.group.places()
+        self._finish(group, self._pack(form, weights, places[0]), places)
 
     def _can_merge(self, group: GroupUpdate) -> bool:
         """Whether tensors that have come can replace a part of the packed weights: these are the same numbers in
@@ -359,13 +362,13 @@ class WeightUpdate:
     def _merge(self, group: GroupUpdate) -> None:
         """Replace the part of the packed weights that belongs to the tensors that have come. A mask, which is one for
         these tensors and zero for the others, is packed in the same way and selects that part."""
-        form, places = group.group, group.group.places()[0]
-        new = self._pack(form, PartialWeights(self._rules, group.came, self._scratch), places)
+        form, places = group.group, group.group.places()
+        new = self._pack(form, PartialWeights(self._rules, group.came, self._scratch), places[0])
         masks = self._pack(form, MaskWeights(self._rules, group.came, self._scratch))
-        for old, part, mask in zip(group.staged or places, new, masks, strict=True):
+        for old, part, mask in zip(group.staged or places[0], new, masks, strict=True):
             part.bitwise_and_(mask).bitwise_or_(mask.bitwise_not_().bitwise_and_(old))
         self._memory.release(masks)
-        self._finish(group, new)
+        self._finish(group, new, places)
 
     def _pack(self, form: WeightGroup, weights: Weights, replaced: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return the memory of packed weights. `replaced`: that of the old ones, which they are to replace."""
@@ -373,9 +376,9 @@ class WeightUpdate:
         with self._memory.mirroring(replaced if self._mirrors else ()):
             return self._memory.keep(storage_of(form.make(weights, self._kernels)))
 
-    def _finish(self, group: GroupUpdate, packed: list[Tensor]) -> None:
-        sizes = [len(part) for part in packed]
-        if any([len(part) for part in place] != sizes for place in group.group.places()):
+    def _finish(self, group: GroupUpdate, packed: list[Tensor], places: list[list[Tensor]]) -> None:
+        sizes = [part.nbytes for part in packed]
+        if any([part.nbytes for part in place] != sizes for place in places):
             self._memory.release(packed)
             group.came.clear()
             name = group.group.params[0].name
@@ -397,9 +400,26 @@ class WeightUpdate:
         if not self.is_open:
             raise WrongState("the weight update was dropped")
         self._synchronize()
-        for _ in self._pool.map(function, items):
+        left = deque(items)
+        # one task for each thread, because to submit one takes longer than to pack a norm
+        for _ in self._pool.map(partial(self._run_left, function), [left] * min(self._num_threads, len(items))):
             pass
+        if left:
+            raise WrongState("the weight update was dropped")
         self._synchronize()
+
+    def _run_left(self, function: Callable[[Item], None], left: deque[Item]) -> None:
+        """Call a function with items that no other thread has taken. If it raises an error, all threads end."""
+        while self.is_open:
+            try:
+                item = left.popleft()
+            except IndexError:
+                return
+            try:
+                function(item)
+            except BaseException:
+                left.clear()
+                raise
 
     def _synchronize(self) -> None:
         """Wait for the device: steps, trainers and the threads of this update have streams of their own."""

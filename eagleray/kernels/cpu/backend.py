@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -89,8 +90,7 @@ class CpuBackend(RecordingBackend):
         return self._linear(packed, bias, n=2 * inner, k=k, is_gated=True, clamp=clamp)
 
     def _packed_size(self, n: int, k: int) -> int:
-        size: int = self.library.er_packed_size(n, k, self._kind)
-        return size
+        return _packed_size(self.library, n, k, self._kind)
 
     def pack_embedding(self, weight: Tensor, first: int) -> NativeEmbedding:
         num_own, size = weight.shape
@@ -133,6 +133,12 @@ class CpuBackend(RecordingBackend):
     ) -> NativeLinear:
         threads = self.num_threads
         return NativeLinear(self.library, packed, bias, n=n, k=k, is_gated=is_gated, clamp=clamp, num_threads=threads)
+
+
+@lru_cache(maxsize=1024)
+def _packed_size(library: ctypes.CDLL, n: int, k: int, kind: int) -> int:
+    size: int = library.er_packed_size(n, k, kind)
+    return size
 
 
 def _parts(weight: LoadedWeight, *, multiple: int) -> Sequence[Tensor]:

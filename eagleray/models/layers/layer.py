@@ -70,7 +70,7 @@ def storage_of(made: Any) -> list[Tensor]:
     if isinstance(made, Tensor):
         return memory_of(made)
     parts = [part for each in (made if isinstance(made, tuple) else (made,)) for part in each.storage()]
-    return list({(part.data_ptr(), len(part)): part for part in parts}.values())
+    return list({(part.data_ptr(), part.nbytes): part for part in parts}.values())
 
 
 class Layer:
