@@ -32,7 +32,8 @@ from eagleray.models.part import ModelPart
 from eagleray.models.sharding import kv_heads
 from eagleray.models.size import activation_bytes
 from eagleray.models.spec import ModelSpec
-from eagleray.models.update import TensorNames, WeightUpdate
+from eagleray.models.tensor_names import TensorNames
+from eagleray.models.update import WeightUpdate
 from eagleray.models.updates import ModelUpdates
 from eagleray.models.weights import Cut, Param, Weights
 from eagleray.process.malloc import malloc_trim

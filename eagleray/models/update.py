@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from typing import TypeVar
 
@@ -25,7 +24,8 @@ from eagleray.models.layers.layer import WeightGroup, storage_of
 from eagleray.models.pushed_weights import FP8, MaskWeights, PartialWeights, Pushed, PushedWeights
 from eagleray.models.staging import Scratch, StagingMemory, copy_memory
 from eagleray.models.stored_weights import SCALES_SUFFIX, WeightRules
-from eagleray.models.weights import Alias, Param, Weights
+from eagleray.models.tensor_names import TensorNames, wrong_shape
+from eagleray.models.weights import Param, Weights
 
 BATCH_BYTES = 256 << 20
 """Bytes of tensors that are taken from an iterator before complete groups are packed."""
@@ -33,67 +33,6 @@ BATCH_BYTES = 256 << 20
 Item = TypeVar("Item")
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-class TensorNames:
-    """Names of the tensors that an update of a model may have.
-
-    `has_scales`: weights in FP8 have scales. `tied`: two names of one tensor, of which the model has the first; the
-    second one is dropped if its numbers are the same.
-    """
-
-    def __init__(
-        self,
-        names: Iterable[str],
-        aliases: Iterable[Alias],
-        *,
-        has_scales: bool,
-        may_be_dropped: Callable[[str], bool],
-        tied: tuple[str, str] | None = None,
-    ) -> None:
-        self._names = frozenset(names)
-        self._has_scales = has_scales
-        self.tied = tied
-        self._aliases = {alias.name: alias for alias in aliases}
-        self._may_be_dropped = may_be_dropped
-
-    def resolve(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the checkpoint for which a pushed tensor stands, or nothing if it is dropped. Raises
-        `WeightsMismatch`."""
-        if (alias := self._aliases.get(name)) is not None:
-            if tuple(tensor.shape) != alias.shape:
-                raise _wrong_shape(name, tensor, alias.shape)
-            yield from alias.split(tensor)
-        elif name in self._names or (self._has_scales and name.removesuffix(SCALES_SUFFIX) in self._names):
-            yield name, tensor
-        elif not self._may_be_dropped(name):
-            nearest = self._nearest(name)
-            hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
-            raise WeightsMismatch(f"the model has no tensor {name!r}{hint}")
-
-    def _nearest(self, name: str) -> list[str]:
-        known = [*self._names, *self._aliases]
-        layer = name.split(".")[:3]
-        same_layer = [each for each in known if each.split(".")[:3] == layer]
-        # there may be tens of thousands of experts, and comparing texts is slow
-        return get_close_matches(name, same_layer or [each for each in known if ".experts." not in each])
-
-    def check_tied(self, batch: Mapping[str, Tensor]) -> None:
-        """Raise `WeightsMismatch` if a batch has both tied tensors and they differ."""
-        if self.tied is None or any(name not in batch for name in self.tied):
-            return
-        first, second = (batch[name] for name in self.tied)
-        if not torch.equal(first, second.to(first)):
-            raise self.tied_mismatch()
-
-    def tied_mismatch(self) -> WeightsMismatch:
-        """Return the error for tied tensors that differ."""
-        assert self.tied is not None
-        first, second = self.tied
-        return WeightsMismatch(
-            f"{second!r} differs from {first!r}, to which config.json ties it: push the same numbers under both names, "
-            f"{first!r} first, or {first!r} alone"
-        )
 
 
 @dataclass(eq=False)
@@ -306,7 +245,7 @@ class WeightUpdate:
     def _check(self, param: Param, tensor: Tensor) -> None:
         """Raise `WeightsMismatch` unless the tensor has the shape and a dtype of `param`."""
         if tuple(tensor.shape) != param.shape:
-            raise _wrong_shape(param.name, tensor, param.shape)
+            raise wrong_shape(param.name, tensor, param.shape)
         if param.dtype == torch.uint8:
             expected: Sequence[torch.dtype] = (torch.uint8,)
         else:
@@ -455,10 +394,6 @@ def _batches(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor
             batch, num_bytes = {}, 0
     if batch:
         yield batch
-
-
-def _wrong_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> WeightsMismatch:
-    return WeightsMismatch(f"tensor {name!r} has the shape {list(tensor.shape)}, but the model's has {list(expected)}")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

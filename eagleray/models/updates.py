@@ -14,7 +14,8 @@ from eagleray.kernels.cpu.huge_pages import WeightChunk
 from eagleray.models.layers.layer import WeightGroup
 from eagleray.models.part import ModelPart
 from eagleray.models.staging import StagingMemory
-from eagleray.models.update import TensorNames, WeightUpdate
+from eagleray.models.tensor_names import TensorNames
+from eagleray.models.update import WeightUpdate
 
 
 class ModelUpdates:

@@ -215,6 +215,18 @@ def test_updates_prepare_makes_the_memory_that_an_update_uses(checkpoints):
     assert [chunk() for chunk in chunks] == [None] * len(chunks)
 
 
+def test_run_update_dropped_meanwhile_raises_and_leaves_the_rest(llama):
+    update, done = llama[0].start_update(), []
+
+    def drop_at_third(item):
+        done.append(item)
+        update.is_open = len(done) < 3
+
+    with pytest.raises(WrongState, match="was dropped"):
+        update._run(drop_at_third, range(100))
+    assert 3 <= len(done) < 100
+
+
 def test_add_in_inference_mode_equals_fresh_load(llama, checkpoints):
     model, tensors = llama
     with torch.inference_mode():
