@@ -143,7 +143,8 @@ def _assistant_message(content: Any, path: str) -> dict[str, Any]:
             thoughts.append(_string(block, "thinking", where))
         elif block["type"] == "tool_use":
             calls.append(_call(block, where))
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
+    # A text even beside calls, because some templates add texts to it.
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning"] = "\n".join(thoughts)
     if calls:

@@ -159,7 +159,7 @@ def test_messages_history_with_tools_reaches_the_template(checkpoint, tmp_path):
         {"role": "tool", "tool_call_id": "t1", "content": "one"},
         {"role": "tool", "tool_call_id": "t1", "content": "a\nb"},
         {"role": "user", "content": "ab"},
-        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "t1", "content": ""},
         {"role": "system", "content": "hurry"},
         {"role": "user", "content": "go on"},

@@ -211,7 +211,7 @@ def test_responses_history_with_calls_reaches_the_template(checkpoint, tmp_path)
         {"role": "assistant", "content": "calling", "tool_calls": calls, **long},
         {"role": "tool", "tool_call_id": "c1", "content": "one"},
         {"role": "tool", "tool_call_id": "c2", "content": "two"},
-        {"role": "assistant", "content": None, "tool_calls": calls[:1], **short},
+        {"role": "assistant", "content": "", "tool_calls": calls[:1], **short},
         {"role": "tool", "tool_call_id": "c1", "content": "one"},
         {"role": "assistant", "content": "no"},
         {"role": "assistant", "content": "", **short},
@@ -238,6 +238,7 @@ def test_responses_truncation_auto_keeps_the_end_of_the_prompt(api):
 
 def test_responses_request_id_names_the_answer(api):
     assert respond(api, request_id="mine").id == "resp_mine"
+    assert respond(api, request_id="resp_mine").id == "resp_mine"
 
 
 def test_responses_effort_reaches_the_template(api):

@@ -100,8 +100,8 @@ def to_messages(instructions: str | None, items: str | Sequence[Mapping[str, Any
     for index, item in enumerate(items):
         transcript.add(item, f"input[{index}]")
     for message in transcript.messages:
-        if message["content"] is None and not message.get("tool_calls"):
-            message["content"] = ""  # reasoning alone: templates expect a text where no tool is called
+        if message["content"] is None:
+            message["content"] = ""  # some templates add texts to the content even beside calls
     return transcript.messages
 
 

@@ -186,6 +186,12 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
         return next(self._numbers)
 
     @property
+    def _response_id(self) -> str:
+        """Id of the answer. Clients of vLLM name a request as its answer is to be named."""
+        name = self.task.request_id
+        return name if name.startswith(self.id_prefix) else self.id
+
+    @property
     def _item_id(self) -> str:
         return f"msg_{self.task.request_id}"
 
@@ -211,7 +217,7 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
         reasoning, text = body.reasoning or ReasoningOptions(), body.text or TextOptions()
         room = self.service.max_model_len - len(self._generation.prompt_token_ids)
         return ResponseObject(
-            id=self.id,
+            id=self._response_id,
             created_at=self.created,
             status=status,
             instructions=body.instructions,
