@@ -28,7 +28,7 @@ from eagleray.server.error_responses import WRONG_METHOD, ErrorForm, HttpError, 
 from eagleray.server.field_fates import Fate
 from eagleray.server.http_responses import json_response
 from eagleray.server.key_check import KeyCheck, comes_from_this_host
-from eagleray.server.paths import route_path, without_last_slash
+from eagleray.server.paths import normalized, route_path
 
 logger = get_logger(__name__)
 
@@ -148,8 +148,8 @@ class RequestMiddleware:
     def _set_route_path(self, scope: Scope) -> str:
         """Set the path so that a slash at its end does not matter. Return the path that the router matches: without
         `root_path`, and without the prefix at which a program has mounted the app."""
-        scope["path"] = without_last_slash(scope["path"])
         scope["root_path"] = scope.get("root_path") or self._root_path
+        scope["path"] = normalized(scope["path"], scope["root_path"])
         return route_path(scope["path"], scope["root_path"])
 
     def _refusal_response(self, refusal: HttpError, path: str) -> Response:
