@@ -56,7 +56,7 @@ def _add_flags(parser: argparse.ArgumentParser, sections: Sequence[str]) -> None
 
 def given_options(arguments: argparse.Namespace, *, sections: Sequence[str]) -> dict[str, Any]:
     """Return the options that were given as flags, by name, those of vLLM too. Raises `ConfigError` for two models."""
-    names = {*_names(sections), *TABLE}
+    names = sorted({*_names(sections), *TABLE})
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
     model = getattr(arguments, MODEL_FLAG, None)
     if model is not None and given.setdefault("model", model) != model:

@@ -137,6 +137,7 @@ class LLMKeywords(EngineKeywords, total=False):
     disable_chunked_mm_input: bool | None
     disable_custom_all_reduce: bool | None
     disable_fastapi_docs: bool | None
+    disable_frontend_multiprocessing: bool | None
     disable_hybrid_kv_cache_manager: bool | None
     disable_log_requests: bool | None
     disable_log_stats: bool | None
@@ -174,6 +175,7 @@ class LLMKeywords(EngineKeywords, total=False):
     enable_mfu_metrics: bool | None
     enable_mixed_moe_lora_format: bool | None
     enable_mm_embeds: bool | None
+    enable_mm_processor_stats: bool | None
     enable_moe_shared_loras: bool | None
     enable_nccl_comm_suspend: bool | None
     enable_offline_docs: bool | None
@@ -185,7 +187,6 @@ class LLMKeywords(EngineKeywords, total=False):
     enable_server_load_tracking: bool | None
     enable_shm_tensor_arena: bool | None
     enable_sleep_mode: bool | None
-    enable_tokenizer_info_endpoint: bool | None
     enable_tower_connector_lora: bool | None
     enable_trace_replay: bool | None
     enforce_eager: bool | None
@@ -239,6 +240,7 @@ class LLMKeywords(EngineKeywords, total=False):
     mamba_cache_dtype: Any
     mamba_cache_mode: Any
     mamba_cache_philox_rounds: Any
+    mamba_config: Any
     mamba_ssm_cache_dtype: Any
     mamba_ssu_algorithm: Any
     master_addr: Any
@@ -255,7 +257,6 @@ class LLMKeywords(EngineKeywords, total=False):
     max_parallel_loading_workers: Any
     max_seq_len_to_capture: Any
     media_io_kwargs: Any
-    middleware: Any
     mm_device_do_normalize: bool | None
     mm_encoder_attn_backend: Any
     mm_encoder_attn_dtype: Any
@@ -275,6 +276,7 @@ class LLMKeywords(EngineKeywords, total=False):
     model_class_overrides: Any
     model_impl: Any
     model_loader_extra_config: Any
+    model_weights: Any
     moe_backend: Any
     multi_step_stream_outputs: Any
     nnodes: Any

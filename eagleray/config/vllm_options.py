@@ -65,7 +65,7 @@ def translate(given: Mapping[str, Any], own: Collection[str], *, as_flags: bool 
             if fate is None:
                 known = VALUES[name](value) if name in VALUES and name in own else value
                 if known is None:
-                    translated.notes.append(f"{label}: nothing to do here with the value {shown(value)}")
+                    translated.notes.append(f"{label}: nothing to do here: {shown(value)} is the same as the default")
                 else:
                     translated.options[name] = known
             elif isinstance(fate, Renamed):

@@ -19,15 +19,15 @@ SWITCHES = _names(
     """aggregate_engine_logging allow_deprecated_quantization cohere_is_reasoning_model cudagraph_metrics
     data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb dcp_q_replicate
     disable_cascade_attn disable_chunked_mm_input disable_custom_all_reduce disable_fastapi_docs
-    disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats
+    disable_frontend_multiprocessing disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats
     disable_nccl_for_dp_synchronization disable_sliding_window disable_uvicorn_access_log
     enable_auto_tool_choice enable_batch_sharded_sampling enable_chunked_prefill enable_cumem_allocator
     enable_dbo enable_elastic_ep enable_ep_weight_filter enable_fault_tolerance enable_flash_late_interaction
     enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing
     enable_log_deltas enable_log_outputs enable_log_requests enable_logging_iteration_details
     enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint enable_mfu_metrics
-    enable_mixed_moe_lora_format enable_mm_embeds enable_moe_shared_loras enable_nccl_comm_suspend
-    enable_offline_docs enable_per_request_metrics enable_prompt_embeds
+    enable_mixed_moe_lora_format enable_mm_embeds enable_mm_processor_stats enable_moe_shared_loras
+    enable_nccl_comm_suspend enable_offline_docs enable_per_request_metrics enable_prompt_embeds
     enable_reasoning enable_request_id_headers enable_scale_out enable_server_load_tracking
     enable_shm_tensor_arena enable_sleep_mode enable_tokenizer_info_endpoint
     enable_tower_connector_lora enable_trace_replay enforce_eager exclude_tools_when_tool_choice_none
@@ -99,6 +99,7 @@ NO_EFFECT = {
         " dp_supervisor_probe_failure_threshold"
     ),
     "requests may always give their tokens (`trace_decode_token_ids`)": "enable_trace_replay",
+    "an API server is always a process of its own": "disable_frontend_multiprocessing",
     "all processes log to standard error": "aggregate_engine_logging",
     "there are no pages with documentation": "disable_fastapi_docs enable_offline_docs",
     "no code of checkpoints is ever run": "trust_remote_code code_revision",
@@ -131,7 +132,7 @@ NO_EFFECT = {
         "mamba_backend mamba_ssu_algorithm enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds"
         " mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode"
         " enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm gdn_prefill_backend"
-        " kda_prefill_backend kda_decode_backend"
+        " kda_prefill_backend kda_decode_backend mamba_config"
     ),
     "the cache is not divided by positions": (
         "dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size"
@@ -158,7 +159,7 @@ NO_EFFECT = {
         " interleave_mm_strings skip_mm_profiling video_pruning_rate video_pruning_method mm_tensor_ipc"
         " mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize disable_chunked_mm_input"
         " trust_request_mm_kwargs ec_manager_config allowed_local_media_path allowed_media_domains"
-        " disable_mm_preprocessor_cache"
+        " disable_mm_preprocessor_cache enable_mm_processor_stats"
     ),
     "no metric is hidden": "show_hidden_metrics_for_version",
     "there is nothing to sample": "kv_cache_metrics_sample per_request_spec_decode_metrics",
@@ -201,6 +202,7 @@ REFUSED = {
     ),
     "not supported: no marks are put into texts": "watermark_config",
     "not supported: no supported model has such embeddings": "engram_config",
+    "not supported: `model` names the checkpoint": "model_weights",
     "not supported: prompts are texts or token ids": "enable_prompt_embeds",
     "not supported: `architectures` of config.json names the model": "model_class_overrides",
     "not supported: all models are eagleray's own": "model_impl",
