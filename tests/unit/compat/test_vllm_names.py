@@ -42,7 +42,8 @@ def test_vllm_names_are_modules_of_this_package():
         from vllm.engine.arg_utils import AsyncEngineArgs as same_args
         from vllm.engine.async_llm_engine import AsyncLLMEngine as same_engine
         from vllm.logger import init_logger
-        from vllm.outputs import CompletionOutput
+        from vllm.outputs import CompletionOutput, EmbeddingRequestOutput, PoolingRequestOutput
+        from vllm.pooling_params import PoolingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.utils import get_open_port, random_uuid
         from vllm.utils.network_utils import get_ip

@@ -1,0 +1,5 @@
+"""Parameters of requests to pooling models."""
+
+from eagleray.client.pooling import PoolingParams
+
+__all__ = ["PoolingParams"]
