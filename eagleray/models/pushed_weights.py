@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagleray.kernels.quantized import Fp8Weight, LoadedWeight, RowParts, group_scales, quantize_fp8
-from eagleray.models.staging import Scratch
-from eagleray.models.stored_weights import StoredWeights, WeightRules, spans
+from eagleray.models.staging import Scratch, StagingMemory
+from eagleray.models.stored_weights import StoredWeights, WeightRules, copy_in_thread, spans
 from eagleray.models.weights import Param
 
 FP8 = torch.float8_e4m3fn
@@ -28,9 +28,19 @@ class Pushed:
         """Return this rank's shard."""
         return self.tensor if self.is_local or param.shard is None else param.shard.of(self.tensor)
 
-    def copied(self, param: Param) -> Pushed:
-        """Return a copy of this rank's shard."""
-        return self if self.is_local else Pushed(self.local(param).clone(), is_local=True)
+    def copied(self, param: Param, memory: StagingMemory) -> Pushed:
+        """Return a copy of this rank's shard, in `memory` until `release`."""
+        if self.is_local:
+            return self
+        part = self.local(param)
+        copy = memory.allocate(part.numel(), part.dtype).view(part.shape)
+        copy_in_thread(part, copy)
+        return Pushed(copy, is_local=True)
+
+    def release(self, memory: StagingMemory) -> None:
+        """Give the memory of a copy back."""
+        if self.is_local:
+            memory.release([self.tensor])
 
 
 class PushedWeights(StoredWeights):

@@ -90,6 +90,14 @@ class GroupUpdate:
         memory.release(self.staged or ())
         self.staged = None
 
+    def forget(self, memory: StagingMemory) -> None:
+        """Forget the tensors that have come, and release the copies of them that are not the new weights themselves."""
+        staged = {part.data_ptr() for part in self.staged or ()}
+        for pushed in self.came.values():
+            if pushed.tensor.data_ptr() not in staged:
+                pushed.release(memory)
+        self.came.clear()
+
     def missing(self, form: WeightGroup) -> list[str]:
         """Return the names that a form of the group lacks."""
         lacking = [param.name for param in form.params if param.name not in self.came]
@@ -226,7 +234,7 @@ class WeightUpdate:
         for group in touched:
             for param in group.params():
                 if param.name in group.came:
-                    group.came[param.name] = group.came[param.name].copied(param)
+                    group.came[param.name] = group.came[param.name].copied(param, self._memory)
         self._take_tied(batch)
         self._synchronize()  # tensors may be overwritten now
         return accepted
@@ -257,6 +265,8 @@ class WeightUpdate:
     def _take(self, name: str, tensor: Tensor) -> Iterator[GroupUpdate]:
         for group, _ in self._owners.get(name, ()):
             group.is_touched = True
+            if (earlier := group.came.pop(name, None)) is not None:
+                earlier.release(self._memory)
             group.came[name] = Pushed(tensor)
             yield group
 
@@ -319,12 +329,12 @@ class WeightUpdate:
         sizes = [part.nbytes for part in packed]
         if any([part.nbytes for part in place] != sizes for place in places):
             self._memory.release(packed)
-            group.came.clear()
+            group.forget(self._memory)
             name = group.group.params[0].name
             raise WeightsMismatch(f"tensor {name!r} has another quantization than the weights of the model have")
         group.release(self._memory)
         group.staged = packed
-        group.came.clear()
+        group.forget(self._memory)
         group.is_packed = True
         if self._in_place:
             self._replace(group)

@@ -215,6 +215,15 @@ def test_updates_prepare_makes_the_memory_that_an_update_uses(checkpoints):
     assert [chunk() for chunk in chunks] == [None] * len(chunks)
 
 
+def test_add_tensors_one_by_one_twice_keeps_the_memory_of_new_weights_alone(llama):
+    model, tensors = llama
+    update = model.start_update()
+    for pushed in [*tensors, *tensors]:
+        update.add([pushed])
+    staged = {part.data_ptr() for group in update._groups for part in group.staged}
+    assert update._memory._taken.keys() == staged
+
+
 def test_run_update_dropped_meanwhile_raises_and_leaves_the_rest(llama):
     update, done = llama[0].start_update(), []
 
