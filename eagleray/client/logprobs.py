@@ -8,8 +8,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import overload
 
+import numpy as np
+
 from eagleray.client.outputs import Logprob
 from eagleray.client.text.tokenizer import Tokenizer
+from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 
 Position = dict[int, Logprob]
@@ -68,8 +71,10 @@ class PromptPositions(Sequence[Position | None]):
     Each position is built when it is read: those of a long prompt take a hundred times the memory of the numbers.
     """
 
-    def __init__(self, num_prompt_tokens: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, num_prompt_tokens: int, tokenizer: Tokenizer | None, *, num_requested: int = 0) -> None:
+        """`num_requested`: number of ids at the end of each position that belong to `requested` alone."""
         self._num_prompt_tokens = num_prompt_tokens
+        self._num_requested = num_requested
         self._tokenizer = tokenizer
         self._parts: list[PromptLogprobs] = []
         """Consecutive parts, from position 1 on."""
@@ -96,13 +101,19 @@ class PromptPositions(Sequence[Position | None]):
             return None
         part = self._parts[bisect_right(self._parts, position, key=lambda part: part.start) - 1]
         row = position - part.start
-        token_ids, logprobs = part.token_ids[row].tolist(), part.logprobs[row].tolist()
+        width = part.token_ids.shape[1] - self._num_requested
+        token_ids, logprobs = part.token_ids[row, :width].tolist(), part.logprobs[row, :width].tolist()
         return _position(token_ids, logprobs, int(part.ranks[row]), 0, self._tokenizer)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]
+
+    def requested(self) -> Array:
+        """Return the numbers of the requested ids, [num_positions, num_requested], from position 1 on."""
+        parts = [part.logprobs[:, part.logprobs.shape[1] - self._num_requested :] for part in self._parts]
+        return np.concatenate([np.empty((0, self._num_requested), np.float32), *parts])
 
     def append(self, part: PromptLogprobs) -> None:
         """Append the next positions. Positions that are known are not replaced."""

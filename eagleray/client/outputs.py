@@ -105,6 +105,8 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     """Number of prompt tokens that the prefix cache had, so they were not computed."""
+    prompt_token_id_logprobs: Array | None = field(default=None, compare=False)
+    """float32 [num_rows, num_ids], the scores of `SamplingParams.prompt_logprob_token_ids`."""
     metrics: RequestStateStats | None = field(default=None, compare=False)
     """Times of the request; None in an output that was made before the end."""
     lora_request: Any = None

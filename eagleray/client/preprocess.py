@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from eagleray.client.field_checks import check_seconds, check_text
+from eagleray.client.prompt_scores import PromptScores
 from eagleray.client.request import ClientRequest
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.pooling_spec import POOLS_ONLY, too_long_to_pool
@@ -124,18 +125,21 @@ class RequestBuilder:
         token_ids = self.tokenize(prompt, engine)
         # The serial makes the id unique, so late chunks of an aborted request match no other request.
         common = _CommonFields(f"{name}#{serial}", priority, cache_salt, adapter)
+        scores = None
         if params is None:
             messages = [self._make_pooled_message(token_ids, common)]
         else:
             if params.trace_decode_token_ids:
                 params = _forced(params, engine, room=engine.max_model_len - len(token_ids))
             seed = self._draw_seed() if params.seed is None else params.seed
-            messages = self.make_messages(token_ids, params, engine, seed=seed, **common._asdict())
+            scores = self._scores(params, engine, len(token_ids))
+            messages = self.make_messages(token_ids, params, engine, seed=seed, scores=scores, **common._asdict())
         return ClientRequest(
             name,
             messages,
             params or POOLED,
             prompt=prompt.text,
+            scores=scores,
             tokenizer=self.tokenizer,
             routing=engine.routing,
             max_restarts=self._max_request_restarts,
@@ -172,6 +176,7 @@ class RequestBuilder:
         priority: int = 0,
         cache_salt: str = "",
         adapter: Adapter | None = None,
+        scores: PromptScores | None = None,
     ) -> list[Generate]:
         """Return one message for each of the `n` completions. `seed`: the request's own, or one drawn for it.
 
@@ -181,6 +186,12 @@ class RequestBuilder:
         routed_experts_from = _routed_experts_from(params, engine, len(token_ids))
         check_common(priority, cache_salt)
         sampling = self._sampling(params, engine, seed)
+        if scores is not None:
+            sampling = msgspec.structs.replace(
+                sampling,
+                prompt_logprobs=sampling.prompt_logprobs or 0,
+                prompt_logprob_token_ids=scores.of_all_positions(),
+            )
         stopping = self._stopping(params, engine, room=engine.max_model_len - len(token_ids))
         return [
             Generate(
@@ -215,7 +226,7 @@ class RequestBuilder:
         )
 
     def _check(self, params: SamplingParams, vocab_size: int) -> None:
-        most = vocab_size if self._max_logprobs == -1 else self._max_logprobs
+        most = self._most_logprobs(vocab_size)
         if params.n > MAX_COMPLETIONS:
             raise InvalidRequest(f"`n` must be at most {MAX_COMPLETIONS}, but it is {params.n}", param="n")
         for name in ("logprobs", "prompt_logprobs"):
@@ -233,6 +244,17 @@ class RequestBuilder:
             )
         if params.stop_strings:
             self._need_tokenizer("`stop`", "stop")
+
+    def _scores(self, params: SamplingParams, engine: EngineInfo, num_prompt_tokens: int) -> PromptScores | None:
+        return PromptScores.of(
+            params,
+            num_prompt_tokens=num_prompt_tokens,
+            vocab_size=engine.vocab_size,
+            max_ids=self._most_logprobs(engine.vocab_size),
+        )
+
+    def _most_logprobs(self, vocab_size: int) -> int:
+        return vocab_size if self._max_logprobs == -1 else self._max_logprobs
 
     def _sampling(self, params: SamplingParams, engine: EngineInfo, seed: int) -> Sampling:
         bias = params.logit_bias or {}
@@ -321,6 +343,7 @@ def _sampling_of_child(sampling: Sampling, index: int) -> Sampling:
         sampling,
         seed=child_seed(sampling.seed, index),
         prompt_logprobs=sampling.prompt_logprobs if index == 0 else None,
+        prompt_logprob_token_ids=sampling.prompt_logprob_token_ids if index == 0 else (),
     )
 
 

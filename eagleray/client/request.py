@@ -24,10 +24,12 @@ from eagleray.client.flat_logprobs import FlatLogprobs
 from eagleray.client.logprobs import PromptPositions
 from eagleray.client.outputs import CompletionDelta, RequestDelta, RequestOutput, RequestStateStats
 from eagleray.client.pooling import PooledPrompt
+from eagleray.client.prompt_scores import PromptScores
 from eagleray.client.routing.recent_blocks import PrefixMatch
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import EagleRayError, EngineFailed, InvalidRequest, RequestFailed
 from eagleray.identity import EngineId
+from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
@@ -58,10 +60,10 @@ class ClientRequest:
     __slots__ = (
         "_announces_start", "_counts_cached_tokens", "_first_index", "_is_started", "_list_type", "_max_delta_tokens",
         "_max_restarts", "_num_cached_tokens", "_num_exits", "_num_exits_without_token", "_prompt_logprobs",
-        "_prompt_logprobs_were_read", "arrival_time", "arrived_at", "awaits_token", "completions", "done", "engine",
-        "failure", "finished_at", "first_token_at", "has_more", "has_output", "interrupted_at", "is_queued",
-        "on_output", "prefix_match", "prompt", "prompt_token_ids", "rank", "request_id", "session", "timeout", "timer",
-        "unfinished",
+        "_prompt_logprobs_were_read", "_scores", "_shows_prompt_logprobs", "arrival_time", "arrived_at", "awaits_token",
+        "completions", "done", "engine", "failure", "finished_at", "first_token_at", "has_more", "has_output",
+        "interrupted_at", "is_queued", "on_output", "prefix_match", "prompt", "prompt_token_ids", "rank", "request_id",
+        "session", "timeout", "timer", "unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +73,7 @@ class ClientRequest:
         params: SamplingParams,
         *,
         prompt: str | None = None,
+        scores: PromptScores | None = None,
         tokenizer: Tokenizer | None = None,
         routing: RoutingInfo | None = None,
         max_restarts: int = 0,
@@ -128,10 +131,14 @@ class ClientRequest:
         self._first_index = 0
         """Index of the completion that comes first in the next delta."""
         self._prompt_logprobs: PromptPositions | None = None
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None or scores is not None:
             self._prompt_logprobs = PromptPositions(
-                len(self.prompt_token_ids), tokenizer if params.detokenize else None
+                len(self.prompt_token_ids),
+                tokenizer if params.detokenize else None,
+                num_requested=0 if scores is None else scores.num_ids,
             )
+        self._shows_prompt_logprobs = params.prompt_logprobs is not None
+        self._scores = scores
         self._list_type = FlatLogprobs.of if params.flat_logprobs else list
         self._prompt_logprobs_were_read = False
         self._num_cached_tokens = 0
@@ -300,6 +307,7 @@ class ClientRequest:
             finished=self._has_all,
             num_cached_tokens=self._num_cached_tokens,
             metrics=self._metrics(),
+            prompt_token_id_logprobs=self._prompt_scores,
         )
 
     def _metrics(self) -> RequestStateStats | None:
@@ -320,8 +328,15 @@ class ClientRequest:
 
     @property
     def _complete_prompt_logprobs(self) -> PromptPositions | None:
-        positions = self._prompt_logprobs
+        positions = self._prompt_logprobs if self._shows_prompt_logprobs else None
         return positions if positions is not None and positions.is_complete else None
+
+    @property
+    def _prompt_scores(self) -> Array | None:
+        positions = self._prompt_logprobs
+        if self._scores is None or positions is None or not positions.is_complete:
+            return None
+        return self._scores.select(positions.requested())
 
 
 class RequestStream:

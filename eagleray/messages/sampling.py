@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -153,9 +154,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Number of tokens of a completion that a stream collects before it yields them, if that is more than the option
     `stream_interval`. The first token and the end are yielded at once."""
 
-    # Of the following fields only the values that change nothing are accepted.
-    prompt_logprob_token_ids: list[int] | None = None
+    prompt_logprob_token_ids: Sequence[Sequence[int]] | None = None
+    """Token ids [num_rows, num_ids], also as an array, to score at positions of the prompt: row i as continuations of
+    the tokens up to `prompt_logprob_start` + i. The prompt's last token has no row. -1 fills short rows. The scores are
+    `RequestOutput.prompt_token_id_logprobs`."""
     prompt_logprob_start: int | None = None
+    """First position that has a row; None: 0."""
+
+    # Of the following fields only the values that change nothing are accepted.
     structured_outputs: Any = None
     thinking_token_budget: int | None = None
     extra_args: dict[str, Any] | None = None
@@ -205,6 +211,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def _check(params: SamplingParams) -> None:
     at_least = {"n": 1, "top_k": -1, "min_tokens": 0, "max_tokens": 1, "logprobs": -1, "prompt_logprobs": -1}
+    at_least |= {"prompt_logprob_start": 0}
     at_least |= {"stream_interval": 1}
     at_least |= {"routed_experts_prompt_start": 0}
     for name, least in at_least.items():
@@ -257,8 +264,6 @@ def _check(params: SamplingParams) -> None:
 
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "prompt_logprob_token_ids": ((None, []), "`prompt_logprobs` reports the likeliest tokens of every position"),
-    "prompt_logprob_start": ((None, 0), "`prompt_logprobs` reports every position"),
     "structured_outputs": ((None,), "outputs cannot be constrained by a schema or a grammar"),
     "thinking_token_budget": ((None, -1), "`max_tokens` limits thinking and answer together"),
     "extra_args": ((None, {}), "there are no plug-ins that would read them"),
@@ -356,6 +361,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Token ids that are scored too, as many for each token of the prompt but the first; only with
+    `prompt_logprobs`."""
     forced_token_ids: tuple[int, ...] = ()
     """Token ids that are generated in place of the drawn ones, while their log-probabilities are real."""
 

@@ -60,11 +60,22 @@ def _check_prompt(message: Generate, max_model_len: int) -> None:
         raise InvalidRequest("the prompt is empty, but it needs at least one token to continue from", param="prompt")
     if num_tokens >= max_model_len:
         raise PromptTooLong.for_model(f"it has {num_tokens} tokens", max_model_len)
+    _check_scored(message.sampling, num_tokens - 1)
     if not 1 <= message.prompt_logprobs_from <= num_tokens:
         raise InvalidRequest(
             f"`prompt_logprobs_from` must be between 1 and {num_tokens}, the number of the prompt's tokens, but it is "
             f"{message.prompt_logprobs_from}",
             param="prompt_logprobs_from",
+        )
+
+
+def _check_scored(sampling: Sampling, num_rows: int) -> None:
+    """Check the shape of the ids that are scored at positions of the prompt."""
+    rows = sampling.prompt_logprob_token_ids
+    if rows and (sampling.prompt_logprobs is None or len(rows) != num_rows or len(set(map(len, rows))) != 1):
+        raise InvalidRequest(
+            f"`prompt_logprob_token_ids` must have {num_rows} rows of one length, and needs `prompt_logprobs`",
+            param="prompt_logprob_token_ids",
         )
 
 
@@ -107,6 +118,8 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     _check_ids("the token ids of `bad_words`", bad_words, vocab_size, param="bad_words")
     for name in ("allowed_token_ids", "suppressed_token_ids", "logprob_token_ids", "forced_token_ids"):
         _check_ids(f"`{name}`", getattr(sampling, name), vocab_size, param=name)
+    scored = list(chain.from_iterable(sampling.prompt_logprob_token_ids))
+    _check_ids("`prompt_logprob_token_ids`", scored, vocab_size, param="prompt_logprob_token_ids")
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(sampling, name)
         if count is not None and not 0 <= count <= vocab_size:

@@ -84,6 +84,7 @@ class Admission:
             params.trace_decode_token_ids,
         )
         num_listed = sum(len(one) for one in lists if one is not None)
+        num_listed += sum(map(len, params.prompt_logprob_token_ids or ()))
         total = params.n * sum(len(prompt) + num_listed for prompt in prompts)
         if total > self._limits.max_request_tokens:
             raise InvalidRequest(

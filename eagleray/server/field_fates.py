@@ -166,7 +166,6 @@ CHAT_FATES: Mapping[str, Fate] = {
 }
 """Table of /v1/chat/completions."""
 
-PROMPT_SCORES = Feature("scores of given ids at positions of the prompt", "leave it out; `prompt_logprobs` is there")
 
 TEXT_PROMPTS = Feature("texts on this route", "send `token_ids`, or a text to /v1/completions")
 
@@ -191,8 +190,6 @@ GENERATE_FATES: Mapping[str, Fate] = {
     "sampling_params.best_of": refused(BEST_OF, 1, equal_to="n"),
     "sampling_params.use_beam_search": refused(BEAM_SEARCH, False),
     "sampling_params.length_penalty": refused(BEAM_SEARCH, 1.0),
-    "sampling_params.prompt_logprob_token_ids": refused(PROMPT_SCORES, []),
-    "sampling_params.prompt_logprob_start": refused(PROMPT_SCORES, 0),
     "sampling_params.structured_outputs": refused(STRUCTURED_OUTPUTS),
     "sampling_params.thinking_token_budget": refused(THINKING_BUDGET, -1),
     "sampling_params.extra_args": refused(PLUGINS, {}),

@@ -32,6 +32,7 @@ from eagleray.server.routed_experts import (
     RoutedExpertsField,
     RoutedExpertsFormat,
     compact_routed_experts,
+    npy_bytes,
     routed_experts,
 )
 from eagleray.server.service import Service
@@ -51,6 +52,14 @@ class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     skip_reading_prefix_cache: Annotated[
         bool | None, Meta(description="Compute the whole prompt even if the prefix cache has a part of it.")
     ] = None
+    prompt_logprob_token_ids: Annotated[
+        list[list[int]] | None,
+        Meta(
+            description="Token ids to score at positions of the prompt: row i as continuations of the tokens up to "
+            "`prompt_logprob_start` + i; -1 fills short rows. Not with `stream`."
+        ),
+    ] = None
+    prompt_logprob_start: Annotated[int | None, Meta(description="First position of the prompt that has a row.")] = None
     trace_decode_token_ids: Annotated[
         list[int] | None,
         Meta(description="Generate these tokens, and report what the model thinks of them. The last one is the end."),
@@ -110,9 +119,12 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobList | None = None
     prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_id_logprobs: Annotated[
+        bytes | UnsetType | None,
+        Meta(description="The scores of `prompt_logprob_token_ids`: a .npy file of its shape; base64 in JSON."),
+    ] = UNSET
     kv_transfer_params: None = None
     # Fields of vLLM's whole answers, for features that do not exist here.
-    prompt_token_id_logprobs: UnsetType | None = UNSET
     mm_placeholders: UnsetType | None = UNSET
     metrics: UnsetType | None = UNSET
     ec_transfer_params: UnsetType | None = UNSET
@@ -151,6 +163,10 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
         given.setdefault("max_tokens", self.service.default_sampling.get("max_tokens"))
         given.setdefault("detokenize", bool(fields.stop) or self._shows_text)
         given.setdefault("return_routed_experts", self.service.keeps_routed_experts)
+        if fields.prompt_logprob_token_ids and self.body.stream:
+            raise InvalidRequest(
+                "`prompt_logprob_token_ids` is not for streams: leave out `stream`", param="prompt_logprob_token_ids"
+            )
         if self._shows_text:
             self._check_text(detokenize=given["detokenize"])
         return SamplingParams(**given)
@@ -217,6 +233,8 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
     async def _show_prompt(self, generation: Generation, response: GenerateResponse) -> None:
         logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)
         response.prompt_logprobs = None if logprobs is UNSET else logprobs
+        if generation.prompt_scores is not None:
+            response.prompt_token_id_logprobs = npy_bytes(generation.prompt_scores)
         if self.body.return_token_ids:
             response.prompt_token_ids = generation.prompt_token_ids
 

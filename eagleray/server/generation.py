@@ -27,6 +27,7 @@ from eagleray.client.preprocess import Prompt
 from eagleray.client.request import RequestStream
 from eagleray.identity import FIRST_WEIGHT_VERSION
 from eagleray.messages.adapters import Adapter
+from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
 from eagleray.metrics.requests import RequestTimer
@@ -113,6 +114,8 @@ class Generation:
         self.prompt_token_ids = stream.prompt_token_ids
         self.prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
         """Log-probabilities of the prompt's tokens, if asked for: complete before the first delta is read."""
+        self.prompt_scores: Array | None = None
+        """Scores of the ids that were given for positions of the prompt, once there is a whole `result`."""
         self.index = index
         """Number of the prompt in its request."""
         self.text_offsets: dict[int, int] = {}
@@ -182,6 +185,7 @@ class Generation:
                     await collect(part)
         output = await self._stream.result(with_logprobs=False)
         self._record_cached(output.num_cached_tokens)
+        self.prompt_scores = output.prompt_token_id_logprobs
         for choice in output.outputs:
             self._count(choice)
         return output

@@ -47,8 +47,13 @@ def routed_experts(
         return UNSET
     if form == "raw":
         return RawRoutedExperts(rows.tobytes(), list(rows.shape), rows.dtype.str, part.routed_experts_start)
+    return npy_bytes(rows)
+
+
+def npy_bytes(array: np.ndarray) -> bytes:
+    """Return an array as the content of a .npy file."""
     file = io.BytesIO()
-    np.save(file, rows)
+    np.save(file, array)
     return file.getvalue()
 
 

@@ -44,14 +44,13 @@ RAW_LOGPROBS = ScoreKind()
 
 
 def score_prompt(
-    logits: Tensor, next_token_ids: Tensor, k: int, ranking: Ranking, *, is_logits: bool = False
+    logits: Tensor, given: Tensor, k: int, ranking: Ranking, *, is_logits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token ids int32 [n, 1 + k], their log-probabilities or logits [n, 1 + k], always raw ones, and ranks int32
-    [n] for positions of a prompt: the prompt's own token, then the `k` likeliest.
+    """Return token ids int32 [n, k + g], their log-probabilities or logits [n, k + g], always raw ones, and ranks int32
+    [n] for positions of a prompt: the prompt's own token, the `k` likeliest, then the other given ones.
 
-    logits: float32 [n, vocab_size], of the positions before them; next_token_ids: int64 [n], the prompt's tokens.
+    logits: float32 [n, vocab_size], of the positions before them; given: int64 [n, g], the prompt's tokens first.
     """
-    given = next_token_ids[:, None]
     token_ids, logprobs, ranks = score_tokens(logits, given, k, ranking, is_logits=is_logits)
     return token_ids.to(torch.int32), logprobs, ranks.to(torch.int32)
 

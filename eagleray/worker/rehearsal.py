@@ -37,7 +37,7 @@ def rehearse(
                 if logits is not None:
                     scored = logits[:PROMPT_CHUNK_SIZE]
                     targets = torch.zeros(len(scored), dtype=torch.int64, device=logits.device)
-                    score_prompt(scored, targets, min(num_logprobs, logits.shape[1]), model.ranking)
+                    score_prompt(scored, targets[:, None], min(num_logprobs, logits.shape[1]), model.ranking)
     sampler.warm_up(limits.num_rows, num_logprobs=num_logprobs)
     if model.trace is not None:
         model.trace.counts.zero_()  # these tokens belong to no request

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagleray.kernels.forward_batch import DeviceNumbers
+from eagleray.kernels.forward_batch import DeviceNumbers, Int32Array
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import PromptLogprobs
@@ -124,6 +124,8 @@ class Runner:
         self._pooler = pooler
         """None for a model that generates."""
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (k, first position still wanted)
+        self._scored: dict[int, Int32Array] = {}
+        """Token ids [num_prompt_tokens - 1, num_ids] that are scored at the positions of prompts too, by row."""
 
     @property
     def num_used_blocks(self) -> int:
@@ -204,12 +206,15 @@ class Runner:
             if self._pooler is not None:
                 self._pooler.free_row(row)
             self._prompt_logprobs.pop(row, None)
+            self._scored.pop(row, None)
         for new in plan.new_rows:
             self._rows.add_row(new)
             if self._is_sampling:
                 self._sampler.add_row(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
             if new.sampling.prompt_logprobs is not None and new.prompt_logprobs_from < new.num_prompt_tokens:
                 self._prompt_logprobs[new.row] = (new.sampling.prompt_logprobs, new.prompt_logprobs_from)
+                if new.sampling.prompt_logprob_token_ids:
+                    self._scored[new.row] = np.array(new.sampling.prompt_logprob_token_ids, dtype=np.int32)
         for row, block_ids in plan.new_blocks:
             self._rows.append_blocks(row, block_ids)
 
@@ -293,22 +298,25 @@ class Runner:
             if begin >= end:
                 continue
             offset = int(inputs.query_end_loc[index] - inputs.num_tokens[index]) - first
-            targets = DeviceNumbers(self._rows.token_ids[row, begin:end]).on(hidden.device).to(torch.int64)
-            chunks = self._score(hidden[offset + begin : offset + end], targets, k)
+            given = self._rows.token_ids[row, begin:end][:, None]
+            if row in self._scored:
+                given = np.concatenate([given, self._scored[row][begin - 1 : end - 1]], axis=1)
+            ids = DeviceNumbers(given.reshape(-1)).on(hidden.device).to(torch.int64).view(given.shape)
+            chunks = self._score(hidden[offset + begin : offset + end], ids, k)
             if chunks:
                 step.prompts[row] = begin
                 tensors += [torch.cat(parts) for parts in zip(*chunks, strict=True)]
             self._prompt_logprobs[row] = (k, end)
         return tensors
 
-    def _score(self, hidden: Tensor, targets: Tensor, k: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _score(self, hidden: Tensor, given: Tensor, k: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Score positions in chunks, so that the logits of a long prompt over a large vocabulary never exist at once.
         The list is empty on ranks that report nothing."""
         chunks = []
         for i in range(0, len(hidden), PROMPT_CHUNK_SIZE):
             logits = self._model.logits(hidden[i : i + PROMPT_CHUNK_SIZE])
             if logits is not None and self._is_reporter:
-                part = targets[i : i + PROMPT_CHUNK_SIZE]
+                part = given[i : i + PROMPT_CHUNK_SIZE]
                 chunks.append(score_prompt(logits, part, k, self._model.ranking, is_logits=self._reports_logits))
         return chunks
 

@@ -100,6 +100,24 @@ def test_generate_given_tokens_have_the_log_probabilities_of_the_run_that_sample
     assert llm.generate("Hello world", unlikely)[0].outputs[0].token_ids == [7, 7]
 
 
+def test_generate_scores_given_ids_as_the_likeliest_of_the_prompt(llm):
+    """The ids are those that `prompt_logprobs` reports, over several steps of a chunked prompt."""
+    prompt = llm.get_tokenizer().encode("Hello world, and again " * 12, add_special_tokens=True)
+    assert len(prompt) > 64  # tokens of a step
+    reported = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    (expected,) = llm.generate([prompt], reported, use_tqdm=False)
+    rows = [list(position)[:2] for position in expected.prompt_logprobs[1:]]
+    scored = SamplingParams(max_tokens=1, prompt_logprob_token_ids=rows[5:], prompt_logprob_start=5)
+    (output,) = llm.generate([prompt], scored, use_tqdm=False)
+    assert output.prompt_logprobs is None
+    numbers = [
+        [position[token].logprob for token in ids]
+        for position, ids in zip(expected.prompt_logprobs[6:], rows[5:], strict=True)
+    ]
+    assert output.prompt_token_id_logprobs.shape == (len(prompt) - 6, 2)
+    assert output.prompt_token_id_logprobs.tolist() == [pytest.approx(row, abs=1e-3) for row in numbers]
+
+
 def test_chat_renders_conversations(llm):
     conversation = [{"role": "user", "content": "Hi"}]
     (one,) = llm.chat(conversation, GREEDY, use_tqdm=False)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from typing import Any, Literal
 
+import numpy as np
 import pydantic
 import pytest
 from server_fakes import Chunk as EngineChunk
 from server_fakes import FinishReason, serving
 
-from eagleray.messages.outputs import TokenLogprobs
+from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 
 PATH = "/inference/v1/generate"
 
@@ -265,6 +268,40 @@ def test_generate_given_tokens_reach_the_engine(api):
     assert (message.stopping.max_tokens, message.stopping.stop_token_ids) == (3, ())
 
 
+def test_generate_scores_given_ids_at_positions_of_the_prompt(api):
+    def script(message):
+        width = 1 + (message.sampling.prompt_logprobs or 0) + len(message.sampling.prompt_logprob_token_ids[0])
+        numbers = np.arange(3 * width, dtype=np.float32).reshape(3, width)
+        prompt = PromptLogprobs(1, np.ones((3, width), np.int32), numbers, np.ones(3, np.int32))
+        fields = {"token_ids": [8], "finish_reason": FinishReason.LENGTH}
+        yield EngineChunk(request_id=message.request_id, prompt_logprobs=prompt, **fields)
+
+    api.engine.script = script
+    params = {"max_tokens": 1, "prompt_logprob_token_ids": [[7, 8], [9]], "prompt_logprob_start": 1}
+    answer = generate(api, [5, 6, 7, 8], sampling_params=params)
+    scores = np.load(io.BytesIO(base64.b64decode(answer["prompt_token_id_logprobs"])))
+    assert (scores.dtype, scores.tolist()) == (np.float32, [[4.0, 5.0], [7.0, -np.inf]])
+    assert answer["prompt_logprobs"] is None
+    sampling = api.engine.requests[-1].sampling
+    assert (sampling.prompt_logprobs, sampling.prompt_logprob_token_ids) == (0, ((0, 0), (7, 8), (9, 0)))
+    answer = generate(api, [5, 6, 7, 8], sampling_params=params | {"prompt_logprobs": 1})
+    scores = np.load(io.BytesIO(base64.b64decode(answer["prompt_token_id_logprobs"])))
+    assert scores.tolist() == [[6.0, 7.0], [10.0, -np.inf]]
+    assert len(answer["prompt_logprobs"]) == 4
+    response = api.post(PATH, {"token_ids": [5, 6, 7, 8], "sampling_params": params, "stream": True})
+    assert response.json()["error"]["param"] == "sampling_params.prompt_logprob_token_ids"
+
+
+@pytest.mark.parametrize(
+    "ids", [[[1]], [[1]] * 4, [[]] * 3, [[1], [2], [320]], [[1], [2], [-2]], [[1] * 21] * 3, [[1], [2], [10**30]]]
+)
+def test_generate_scores_of_a_wrong_shape_are_refused(api, ids):
+    body = {"token_ids": [5, 6, 7, 8], "sampling_params": {"prompt_logprob_token_ids": ids}}
+    error = api.post(PATH, body).json()["error"]
+    assert error["param"] == "sampling_params.prompt_logprob_token_ids"
+    assert not api.engine.requests
+
+
 def test_generate_several_reasons_are_named_in_one_error(api):
     params = {"temperature": -1, "structured_outputs": {"json": {}}}
     error = api.post(PATH, {"token_ids": [5], "sampling_params": params}).json()["error"]
@@ -320,6 +357,7 @@ def test_generate_without_a_tokenizer_works(checkpoint):
         ({"sampling_params": {"logprobs": 21}}, "sampling_params.logprobs"),
         ({"sampling_params": {"n": "two"}}, "sampling_params.n"),
         ({"sampling_params": {"prompt_logprob_token_ids": [[1, 2]]}}, "sampling_params.prompt_logprob_token_ids"),
+        ({"sampling_params": {"prompt_logprob_start": -1}}, "sampling_params.prompt_logprob_start"),
         ({"sampling_params": {"trace_decode_token_ids": [320]}}, "sampling_params.trace_decode_token_ids"),
         ({"sampling_params": {"trace_decode_token_ids": [1], "n": 2}}, "sampling_params.n"),
         ({"sampling_params": {"guided_json": {}}}, "sampling_params.guided_json"),

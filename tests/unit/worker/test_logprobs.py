@@ -106,7 +106,7 @@ def test_score_prompt_equal_log_softmax(k: int, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(3)
     logits = torch.randn(23, 300) * 3
     tokens = torch.randint(0, 300, (23,))
-    token_ids, logprobs, ranks = score_prompt(logits, tokens, k, Ranking())
+    token_ids, logprobs, ranks = score_prompt(logits, tokens[:, None], k, Ranking())
     assert (token_ids.dtype, logprobs.dtype, ranks.dtype) == (torch.int32, torch.float32, torch.int32)
     assert token_ids.shape == logprobs.shape == (23, 1 + k)
     expected = torch.log_softmax(logits, -1)
@@ -117,6 +117,6 @@ def test_score_prompt_equal_log_softmax(k: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_score_prompt_nan_logits_give_nan() -> None:
-    token_ids, logprobs, _ = score_prompt(torch.full((2, 10), torch.nan), torch.tensor([1, 2]), 3, Ranking())
+    token_ids, logprobs, _ = score_prompt(torch.full((2, 10), torch.nan), torch.tensor([[1], [2]]), 3, Ranking())
     assert token_ids.tolist() == [[1, 0, 1, 2], [2, 0, 1, 2]]
     assert logprobs.isnan().all()

@@ -206,6 +206,6 @@ def test_sampler_large_top_k_and_many_rows_are_processed_in_parts(monkeypatch: p
 
 def test_score_prompt_in_a_mode_of_logits_returns_logits() -> None:
     logits = torch.randn(5, 40)
-    token_ids, scores, ranks = score_prompt(logits, torch.arange(5), 2, Ranking(), is_logits=True)
+    token_ids, scores, ranks = score_prompt(logits, torch.arange(5)[:, None], 2, Ranking(), is_logits=True)
     assert torch.equal(scores, logits.gather(1, token_ids.long()))
     assert ranks.tolist() == [1 + int((line > line[index]).sum()) for index, line in enumerate(logits)]
