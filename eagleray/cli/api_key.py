@@ -1,7 +1,7 @@
 """API keys of the commands: the key of a client, and the hiding of keys on a command line.
 
 All users of a host can read the command line of every process (`ps`, /proc/PID/cmdline). Linux shows a part of the
-process's own memory there, so the process can overwrite it. Driven by `cli.main`.
+process's own memory there, so the process can overwrite it. Driven by `cli.commands`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,83 @@
+"""The commands: one module for each, of which only the one that runs is imported. Driven by `cli.main`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import eagleray
+from eagleray.cli.api_key import hide_api_keys
+from eagleray.cli.command_parser import CommandParser
+from eagleray.config.suggestions import suggest
+from eagleray.errors import EagleRayError, UserError
+
+COMMANDS = {
+    "serve": "serve a model over HTTP, with the API of OpenAI",
+    "generate": "complete prompts with a model, without a server",
+    "run-batch": "answer a file of requests, without a server",
+    "chat": "talk to a model of a running server",
+    "complete": "complete texts with a model of a running server",
+    "bench": "measure a server, a model or a part",
+}
+
+COMMAND_MEANINGS = {
+    "run": "serve",
+    "start": "serve",
+    "server": "serve",
+    "api-server": "serve",
+    "batch": "run-batch",
+    "run_batch": "run-batch",
+    "infer": "generate",
+    "completion": "complete",
+    "talk": "chat",
+    "benchmark": "bench",
+}
+"""Commands that words of other programs mean."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command. Returns the exit code: 0, 1 for a failure, 2 for a mistake in the arguments or options."""
+    if not hide_api_keys(arguments):
+        print("eagleray: warning: others on this host can read the API key on the command line", file=sys.stderr)
+    try:
+        options = _parse(arguments)
+        return int(options.run(options) or 0)
+    except UserError as error:
+        print(f"eagleray: error: {error}", file=sys.stderr)
+        return 2
+    except EagleRayError as error:
+        print(f"eagleray: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of the output, such as `head`, has exited
+        sys.stderr.close()
+        return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(prog="eagleray", description=eagleray.__doc__)
+    parser.add_argument("--version", action="version", version=eagleray.__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = _command(arguments)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name == chosen:
+            module = importlib.import_module(f"eagleray.cli.{name.replace('-', '_')}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser.parse(arguments)
+
+
+def _command(arguments: Sequence[str]) -> str | None:
+    """Return the command that is named. Raises `UserError` for one that does not exist, and for none."""
+    if not arguments:
+        raise UserError(f"name a command: {', '.join(COMMANDS)}; `eagleray COMMAND --help` lists its options")
+    command = arguments[0]
+    if command in COMMANDS or command.startswith("-"):
+        return command
+    meant = suggest(command, COMMANDS, COMMAND_MEANINGS, cutoff=0.6)
+    raise UserError(
+        f"there is no command {command!r}; "
+        + (f"did you mean `eagleray {meant}`?" if meant else f"there are {', '.join(COMMANDS)}")
+    )
