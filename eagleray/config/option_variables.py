@@ -21,10 +21,10 @@ from eagleray.config.vllm_options import TranslatedOptions, translate
 from eagleray.config.vllm_table import TABLE
 from eagleray.errors import ConfigError
 
-CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+CONFIG_VARIABLE = "EAGLERAY_CONFIG"
 """Variable for the file of the flag `--config`."""
 
-NO_OPTIONS = frozenset({API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE, CONFIG_VARIABLE, f"{PREFIX}CACHE_DIR"})
+NO_OPTIONS = frozenset({API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE, CONFIG_VARIABLE, "EAGLERAY_CACHE_DIR"})
 """Variables that are read elsewhere."""
 
 SECRETS = frozenset({"hf_token"})
