@@ -154,7 +154,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         self.is_msgpack = self.gives_msgpack and not body.stream and accepts(request.headers, MSGPACK)
         reasons = Reasons()
         self._check_features(reasons)
-        if getattr(body, "stream_options", None) is not None and not body.stream:
+        if getattr(body, "stream_options", None) not in (None, StreamOptions()) and not body.stream:
             with reasons.collecting():
                 raise InvalidRequest("`stream_options` is only for requests with `stream` true", param="stream_options")
         with reasons.collecting(), field_names(self.field_names):

@@ -23,7 +23,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    with serve(checkpoint, "--served-model-name", "small", "--max-model-len", "200") as server:
+    options = ("--served-model-name", "small", "--max-model-len", "200", "--enable-prompt-tokens-details")
+    with serve(checkpoint, *options) as server:
         yield server
 
 

@@ -10,6 +10,7 @@ from server_fakes import FINGERPRINT, SPEECH, serving
 
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.fields import SAMPLING_NAMES
+from eagleray.server.field_fates import GENERATE_FATES
 from eagleray.server.generate import OWN_NAMES
 
 PATH = "/v1/completions"
@@ -242,7 +243,9 @@ def test_completions_sampling_fields_reach_the_engine(api):
 
 def test_sampling_fields_are_those_of_sampling_params():
     fields = {field.name for field in msgspec.structs.fields(SamplingParams)}
-    assert fields == {*SAMPLING_NAMES, *OWN_NAMES}
+    others = {name.removeprefix("sampling_params.") for name in GENERATE_FATES}
+    assert {*SAMPLING_NAMES, *OWN_NAMES} == fields - others
+    assert fields & others
 
 
 def test_completions_defaults_are_the_models_then_openais(api, checkpoint):

@@ -40,6 +40,7 @@ SILENT = [
     {"prompt_cache_key": "k", "safety_identifier": "me", "user": "me"},
     {"metadata": {"a": "b"}},
     {"store": False, "service_tier": "auto"},
+    {"stream_options": {}},
     {"request_id": "mine", "session_id": "yours"},
 ]
 SILENT_IN_CHAT = [
