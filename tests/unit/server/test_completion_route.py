@@ -9,8 +9,8 @@ import pytest
 from server_fakes import FINGERPRINT, SPEECH, serving
 
 from eagleray.messages.sampling import SamplingParams
-from eagleray.server.fields import SAMPLING_NAMES
 from eagleray.server.field_fates import GENERATE_FATES
+from eagleray.server.fields import SAMPLING_NAMES
 from eagleray.server.generate import OWN_NAMES
 
 PATH = "/v1/completions"
