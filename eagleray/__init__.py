@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from eagleray.lora import LoRARequest
     from eagleray.messages.sampling import RepetitionDetectionParams, RequestOutputKind, SamplingParams
     from eagleray.prompts import PromptType, TextPrompt, TokensPrompt
+    from eagleray.row_errors import RequestError
 
 __all__ = [
     "LLM",
@@ -27,6 +28,7 @@ __all__ = [
     "PoolingRequestOutput",
     "PromptType",
     "RepetitionDetectionParams",
+    "RequestError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -53,6 +55,7 @@ MODULES = {
     "PromptType": "prompts",
     "TextPrompt": "prompts",
     "TokensPrompt": "prompts",
+    "RequestError": "row_errors",
 }
 """Modules of the names that are imported when they are first used: they pull in sockets and the tokenizer, of which
 `eagleray --help` needs neither, and a trainer that imports `eagleray.weights` may have torch alone."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
-
-from tqdm import tqdm
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from eagleray.client.outputs import RequestOutput
 from eagleray.client.pooling import (
@@ -19,25 +16,33 @@ from eagleray.client.pooling import (
     PoolingTask,
     ScoringOutput,
 )
-from eagleray.client.request import RequestStream
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.keywords import LLMKeywords
 from eagleray.engine_args import EngineArgs
+from eagleray.errors import InvalidRequest
+from eagleray.generation_calls import (
+    ErrorsMode,
+    GenerationCalls,
+    LoraLike,
+    ParamsLike,
+    PromptBatch,
+    PromptBatches,
+    PromptsLike,
+    Sent,
+    all_prompts,
+)
 from eagleray.instance import InstanceThread
 from eagleray.instance_calls import InstanceCalls, missing_method
 from eagleray.lora import LoRARequest
-from eagleray.messages.sampling import RequestOutputKind, SamplingParams
+from eagleray.messages.sampling import SamplingParams
 from eagleray.pooling_calls import ParamsLike as PoolingParamsLike
 from eagleray.pooling_calls import PoolingCalls
-from eagleray.prompts import Conversation, PromptLike, as_prompts, chat_prompts, one_for_each
-from eagleray.streaming import OutputCollector
+from eagleray.prompts import Conversation, PromptLike, chat_prompts
+from eagleray.row_errors import RequestError
+from eagleray.streaming import OutputCollector, OutputOrError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-ParamsLike = SamplingParams | Sequence[SamplingParams] | None
-LoraLike = LoRARequest | Sequence[LoRARequest | None] | None
-Streams = list[tuple[RequestStream, RequestOutputKind]]
 
 
 def _blocking(
@@ -82,34 +87,64 @@ class LLM:
         self._thread = InstanceThread(self.config)
         self._instance = self._thread.instance
         self._calls = InstanceCalls(self._instance)
+        self._generation = GenerationCalls(self._instance, self._calls.loras)
         self._pooling = PoolingCalls(self._instance, self._calls.loras)
+        self._enqueued: list[Sent | RequestError] = []
 
     def __getattr__(self, name: str) -> Any:
         raise missing_method(self, name)
 
     # Requests.
 
+    @overload
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptsLike,
         sampling_params: ParamsLike = None,
         *,
         use_tqdm: bool = True,
         lora_request: LoraLike = None,
-        priority: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
+        priority: int | Sequence[int] | None = None,
+        errors: Literal["raise"] = "raise",
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: PromptsLike,
+        sampling_params: ParamsLike = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoraLike = None,
+        priority: int | Sequence[int] | None = None,
+        errors: Literal["return"],
+    ) -> list[OutputOrError]: ...
+
+    def generate(
+        self,
+        prompts: PromptsLike,
+        sampling_params: ParamsLike = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoraLike = None,
+        priority: int | Sequence[int] | None = None,
+        errors: ErrorsMode = "raise",
+    ) -> list[RequestOutput] | list[OutputOrError]:
         """Complete every prompt; results in the order of the prompts.
 
         A prompt is a text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`, with an optional
-        `cache_salt`. One `SamplingParams` serves all prompts, or there is one for each. With the option
-        `enable_return_routed_experts` outputs have `routed_experts`, unless the parameters turn them off.
-        `lora_request`: the adapter of all prompts, or an adapter or None for each. Adapters that are not loaded yet are
-        loaded.
+        `cache_salt`; prompts may be an iterator. One `SamplingParams`, or a dictionary of its fields, serves all
+        prompts, or there is one for each. With the option `enable_return_routed_experts` outputs have
+        `routed_experts`, unless the parameters turn them off. `lora_request`: the adapter of all prompts, or an
+        adapter or None for each. Adapters that are not loaded yet are loaded.
 
-        Raises `InvalidRequest` at once if a prompt or parameter is wrong (then no prompt keeps running), and
-        `EngineFailed` if engines exit again and again (options `max_request_restarts` and `max_engine_restarts`).
+        Raises `InvalidRequest` at once if a prompt or parameter is wrong (then no prompt keeps running); of several
+        prompts the message names the index. With `errors="return"` a `RequestError` takes the place of each output of
+        a prompt that is wrong or fails. Raises `EngineFailed` if engines exit again and again (options
+        `max_request_restarts` and `max_engine_restarts`).
         """
-        return self._thread.run(self._complete(as_prompts(prompts), sampling_params, priority, lora_request, use_tqdm))
+        batch = PromptBatch(0, all_prompts(prompts), sampling_params, priority, lora_request)
+        return self._thread.run(self._generation.complete(batch, errors, use_tqdm))
 
     def chat(
         self,
@@ -135,13 +170,34 @@ class LLM:
         )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
+    def enqueue(
+        self,
+        prompts: PromptsLike,
+        sampling_params: ParamsLike = None,
+        lora_request: LoraLike = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[str]:
+        """Send prompts without waiting for them, and return their request ids. `wait_for_completion` returns their
+        outputs. Arguments and errors are those of `generate`; `use_tqdm` has no effect, because sending is quick."""
+        batch = PromptBatch(0, all_prompts(prompts), sampling_params, priority, lora_request)
+        sent = self._thread.run(self._generation.send(batch, errors="raise"))
+        self._enqueued += sent
+        return [one[0].request_id for one in sent if not isinstance(one, RequestError)]
+
+    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Return the outputs of all prompts that were enqueued, in that order. Raises as `generate`."""
+        enqueued, self._enqueued = self._enqueued, []
+        outputs = self._thread.run(self._generation.finish(enqueued, "raise", use_tqdm))
+        return [output for output in outputs if isinstance(output, RequestOutput)]
+
     def stream(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptsLike,
         sampling_params: ParamsLike = None,
         *,
         lora_request: LoraLike = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield outputs of all prompts as they come, each with the index of its prompt.
 
@@ -151,23 +207,76 @@ class LLM:
 
         Prompts are sent when the iteration begins. Arguments and errors are those of `generate`.
         """
-        sending = self._collect(as_prompts(prompts), sampling_params, priority, lora_request, kind=None)
-        yield from self._read(*self._thread.run(sending))
+        collector = OutputCollector()
+        batch = PromptBatch(0, all_prompts(prompts), sampling_params, priority, lora_request)
+        self._thread.run(self._generation.add(collector, batch, errors="raise", kind=None))
+        try:
+            while outputs := self._next_of(collector):
+                yield from ((index, output) for index, output in outputs if isinstance(output, RequestOutput))
+        finally:
+            self._thread.call_soon(collector.abort)
 
+    @overload
     def generate_as_completed(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptsLike,
         sampling_params: ParamsLike = None,
         *,
         lora_request: LoraLike = None,
-        priority: Sequence[int] | None = None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield the whole output of each prompt as soon as it has finished, with the index of the prompt. Like
-        `stream` otherwise."""
-        kind = RequestOutputKind.FINAL_ONLY
-        yield from self._read(
-            *self._thread.run(self._collect(as_prompts(prompts), sampling_params, priority, lora_request, kind=kind))
-        )
+        priority: int | Sequence[int] | None = None,
+        errors: Literal["raise"] = "raise",
+        max_in_flight: int | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]: ...
+
+    @overload
+    def generate_as_completed(
+        self,
+        prompts: PromptsLike,
+        sampling_params: ParamsLike = None,
+        *,
+        lora_request: LoraLike = None,
+        priority: int | Sequence[int] | None = None,
+        errors: Literal["return"],
+        max_in_flight: int | None = None,
+    ) -> Iterator[tuple[int, OutputOrError]]: ...
+
+    def generate_as_completed(
+        self,
+        prompts: PromptsLike,
+        sampling_params: ParamsLike = None,
+        *,
+        lora_request: LoraLike = None,
+        priority: int | Sequence[int] | None = None,
+        errors: ErrorsMode = "raise",
+        max_in_flight: int | None = None,
+    ) -> Iterator[tuple[int, OutputOrError]]:
+        """Yield the whole output of each prompt as soon as it has finished, with the index of the prompt. Otherwise
+        as `generate` and `stream`.
+
+        At most `max_in_flight` prompts run at a time; by default all of a list, and of an iterator, which is read only
+        that far ahead, twice as many as the engines run.
+        """
+        if max_in_flight is not None and max_in_flight < 1:
+            raise InvalidRequest(f"`max_in_flight` must be at least 1, but is {max_in_flight}", param="max_in_flight")
+        batches = PromptBatches(prompts, sampling_params, priority, lora_request)
+        limit = max_in_flight or batches.num_prompts or self._default_in_flight
+        collector = OutputCollector(returns_errors=errors == "return")
+        try:
+            while True:
+                if (batch := batches.next(limit - collector.num_streams)) is not None:
+                    self._thread.run(self._generation.add(collector, batch, errors=errors))
+                if not (outputs := self._next_of(collector)):
+                    return
+                yield from outputs
+        finally:
+            self._thread.call_soon(collector.abort)
+
+    def _next_of(self, collector: OutputCollector) -> list[tuple[int, OutputOrError]]:
+        return self._thread.run(self._instance.guard(collector.next()))
+
+    @property
+    def _default_in_flight(self) -> int:
+        return 2 * self.config.scheduling.max_num_seqs * self.config.parallel.data_parallel_size
 
     # Requests to pooling models.
 
@@ -284,78 +393,3 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # Parts of `generate` and `stream`. Coroutines run in the instance's loop.
-
-    async def _complete(
-        self,
-        prompts: Sequence[PromptLike],
-        params: ParamsLike,
-        priority: Sequence[int] | None,
-        lora_request: LoraLike,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        streams = await self._send_all(prompts, params, priority, lora_request)
-        try:
-            with tqdm(total=len(streams), desc="prompts", disable=not use_tqdm) as bar:
-
-                async def finish(stream: RequestStream) -> RequestOutput:
-                    output = await stream.result()
-                    bar.update()
-                    return output
-
-                return await self._instance.guard(_gather([finish(stream) for stream, _ in streams]))
-        finally:
-            _abort_all(streams)
-
-    async def _collect(
-        self,
-        prompts: Sequence[PromptLike],
-        params: ParamsLike,
-        priority: Sequence[int] | None,
-        lora_request: LoraLike,
-        *,
-        kind: RequestOutputKind | None,
-    ) -> tuple[OutputCollector, Streams]:
-        streams = await self._send_all(prompts, params, priority, lora_request, kind=kind)
-        return OutputCollector(streams), streams
-
-    def _read(self, collector: OutputCollector, streams: Streams) -> Iterator[tuple[int, RequestOutput]]:
-        try:
-            while outputs := self._thread.run(self._instance.guard(collector.next())):
-                yield from outputs
-        finally:
-            self._thread.call_soon(_abort_all, streams)
-
-    async def _send_all(
-        self,
-        prompts: Sequence[PromptLike],
-        params: ParamsLike,
-        priority: Sequence[int] | None,
-        lora_request: LoraLike,
-        kind: RequestOutputKind | None = None,
-    ) -> Streams:
-        """Send a request for each prompt, or none if one is wrong. `kind`: content of the outputs; None: as the
-        parameters say."""
-        all_params = one_for_each(params or self.get_default_sampling_params(), len(prompts), "sampling_params")
-        priorities = one_for_each(0 if priority is None else priority, len(prompts), "priority")
-        requests = one_for_each(lora_request, len(prompts), "lora_request")
-        adapters = [await self._calls.loras.find(request) for request in requests]
-        streams: Streams = []
-        try:
-            for prompt, own, number, adapter in zip(prompts, all_params, priorities, adapters, strict=True):
-                stream = self._instance.generate(prompt, own, priority=number, adapter=adapter)
-                streams.append((stream, kind or own.output_kind))
-        except BaseException:
-            _abort_all(streams)
-            raise
-        return streams
-
-
-def _abort_all(streams: Streams) -> None:
-    for stream, _ in streams:
-        stream.abort()
-
-
-async def _gather(work: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
-    return await asyncio.gather(*work)

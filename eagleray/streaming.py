@@ -6,7 +6,7 @@ The reader asks for one output at a time; tokens that come in between are merged
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -15,6 +15,9 @@ from eagleray.client.request import RequestStream
 from eagleray.errors import Unavailable
 from eagleray.instance import InstanceThread
 from eagleray.messages.sampling import RequestOutputKind
+from eagleray.row_errors import ROW_ERRORS, RequestError
+
+OutputOrError = RequestOutput | RequestError
 
 CHECK_SECONDS = 1.0
 """Interval at which a waiting reader checks whether the instance still runs."""
@@ -83,33 +86,62 @@ class OutputReader:
 class OutputCollector:
     """Reads several streams in the instance's loop, in the order in which their outputs come."""
 
-    def __init__(self, streams: Sequence[tuple[RequestStream, RequestOutputKind]]) -> None:
-        self._streams = dict(enumerate(streams))
-        self._ready = dict.fromkeys(self._streams)
+    def __init__(self, *, returns_errors: bool = False) -> None:
+        self._returns_errors = returns_errors
+        self._streams: dict[int, tuple[RequestStream, RequestOutputKind]] = {}
+        self._failed: list[RequestError] = []
+        self._ready: dict[int, None] = {}
         """Indices of the streams that may have an output, in order."""
         self._has_ready = asyncio.Event()
-        for index, (stream, _) in self._streams.items():
-            stream.set_on_output(partial(self._on_output, index))
 
-    async def next(self) -> list[tuple[int, RequestOutput]]:
+    @property
+    def num_streams(self) -> int:
+        """Number of streams that have not finished."""
+        return len(self._streams)
+
+    def add(self, streams: Mapping[int, tuple[RequestStream, RequestOutputKind] | RequestError]) -> None:
+        """Read these streams too, by index. An error is an output, the next one."""
+        for index, one in streams.items():
+            if isinstance(one, RequestError):
+                self._failed.append(one)
+            else:
+                self._streams[index] = one
+                self._ready[index] = None
+                one[0].set_on_output(partial(self._on_output, index))
+
+    def abort(self) -> None:
+        """Abort the streams that have not finished."""
+        for stream, _ in self._streams.values():
+            stream.abort()
+
+    async def next(self) -> list[tuple[int, OutputOrError]]:
         """Wait for outputs and return them with the indices of their streams; an empty list when all have finished.
 
-        Raises as the iteration of a `RequestStream`.
+        Raises as the iteration of a `RequestStream`, or returns such errors if `returns_errors`.
         """
-        outputs: list[tuple[int, RequestOutput]] = []
+        outputs: list[tuple[int, OutputOrError]] = [(error.index, error) for error in self._failed]
+        self._failed.clear()
         while self._streams and not outputs:
             if not self._ready:
                 self._has_ready.clear()
                 await self._has_ready.wait()
             ready, self._ready = self._ready, {}
             for index in ready:
-                if index in self._streams and (output := pop_output(*self._streams[index])) is not None:
+                if index in self._streams and (output := self._pop(index)) is not None:
                     outputs.append((index, output))
                     if output.finished:
                         del self._streams[index]
                     else:
                         self._ready[index] = None  # more may be left, see `RequestStream.has_more`
         return outputs
+
+    def _pop(self, index: int) -> OutputOrError | None:
+        try:
+            return pop_output(*self._streams[index])
+        except ROW_ERRORS as error:
+            if not self._returns_errors:
+                raise
+            return RequestError(index, error)
 
     def _on_output(self, index: int) -> None:
         self._ready[index] = None

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 
 from eagleray.batch.app_calls import AppAnswer, post
 from eagleray.batch.output_file import OutputFile
-from eagleray.batch.progress import BatchProgress
 from eagleray.batch.rows import DUPLICATE, BatchRow, RowError, RowResponse, RowResult, custom_id_of, parse_row, row_id
 from eagleray.errors import InvalidRequest
+from eagleray.progress import Progress
 
 RETRIED_STATUSES = {429, 503}
 MAX_ATTEMPTS = 5
@@ -37,7 +37,7 @@ class Batch:
     app: ASGIApp
     output: OutputFile
     max_row_bytes: int
-    progress: BatchProgress
+    progress: Progress
 
     async def run(self, rows: IO[bytes], concurrency: int) -> None:
         """Answer the rows that have no answer yet. Raises the first error of writing, after aborting the other rows."""
@@ -82,7 +82,7 @@ class Batch:
         answer = await self._post(name, row)
         error = None if answer.status == 200 else _error_of(answer)
         response = RowResponse(answer.status, name, msgspec.Raw(answer.body))
-        self.progress.count_tokens(answer.body)
+        self._count_tokens(answer.body)
         self._write(RowResult(id=name, custom_id=row.custom_id, response=response, error=error))
 
     async def _post(self, name: str, row: BatchRow) -> AppAnswer:
@@ -95,9 +95,30 @@ class Batch:
             await asyncio.sleep(max(answer.retry_after, RETRY_SECONDS * 2 ** (attempt - 1)))
         return await post(self.app, row.url, body, request_id=name)
 
+    def _count_tokens(self, body: bytes) -> None:
+        try:
+            usage = _USAGE_DECODER.decode(body).usage
+        except msgspec.MsgspecError:  # answers of some routes have none
+            return
+        if usage is not None:
+            self.progress.add_tokens(
+                usage.prompt_tokens + usage.input_tokens, usage.completion_tokens + usage.output_tokens
+            )
+
     def _write(self, result: RowResult) -> None:
         self.output.append(result)
-        self.progress.finish_row(failed=result.error is not None)
+        self.progress.finish(failed=result.error is not None)
+
+
+class _UsageFields(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _UsageAnswer(msgspec.Struct):
+    usage: _UsageFields | None = None
 
 
 class _ErrorFields(msgspec.Struct):
@@ -107,6 +128,9 @@ class _ErrorFields(msgspec.Struct):
 
 class _ErrorAnswer(msgspec.Struct):
     error: _ErrorFields
+
+
+_USAGE_DECODER = msgspec.json.Decoder(_UsageAnswer)
 
 
 def _error_of(answer: AppAnswer) -> RowError:

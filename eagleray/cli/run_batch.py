@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from eagleray.batch.output_file import OutputFile
-from eagleray.batch.progress import BatchProgress
 from eagleray.batch.run import Batch
 from eagleray.cli.options import program_options
 from eagleray.config.flags import add_config_flags
@@ -21,6 +19,7 @@ from eagleray.errors import ConfigError
 from eagleray.instance import LocalInstance
 from eagleray.log import get_logger, setup_logging
 from eagleray.metrics.ledger import Ledger
+from eagleray.progress import Progress
 from eagleray.server.app import create_app
 
 logger = get_logger(__name__)
@@ -58,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         output = stack.enter_context(contextlib.closing(_open_output(arguments.output_file)))
         config = EngineArgs(**program_options(arguments, sections=SECTIONS)).config()
         setup_logging("run-batch", config.observability.log_level)
-        progress = BatchProgress(is_terminal=sys.stderr.isatty(), is_shown=not arguments.no_progress)
+        progress = Progress("rows", is_shown=not arguments.no_progress)
         stack.callback(progress.close)
         concurrency = arguments.max_concurrency or _default_concurrency(config)
         try:
@@ -73,7 +72,7 @@ def _default_concurrency(config: Config) -> int:
     return min(ROWS_PER_SEQUENCE * running, config.serving.max_queued_requests)
 
 
-async def _run(config: Config, rows: IO[bytes], output: OutputFile, concurrency: int, progress: BatchProgress) -> None:
+async def _run(config: Config, rows: IO[bytes], output: OutputFile, concurrency: int, progress: Progress) -> None:
     """Start the engines, answer all rows, and stop the engines."""
     instance = await LocalInstance.start(config, None)
     try:

@@ -154,6 +154,61 @@ def test_stream_left_early_aborts_requests(llm):
     wait_until(lambda: llm._instance.client.num_in_flight == 0)
 
 
+WRONG = [1, 2, 10**6]
+
+
+def test_generate_wrong_prompt_among_several_the_error_names_its_index(llm):
+    with pytest.raises(InvalidRequest, match=r"^prompt 2: "):
+        llm.generate(["a", "b", WRONG], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequest, match=r"^(?!prompt )"):
+        llm.generate([WRONG], GREEDY, use_tqdm=False)
+
+
+def test_generate_errors_returned_take_the_place_of_outputs(llm):
+    params = [GREEDY, GREEDY, {"max_tokens": 0}, {"max_tokens": 3, "temperature": 0, "ignore_eos": True}]
+    first, wrong, empty, last = llm.generate(["a", WRONG, "b", "c"], params, use_tqdm=False, errors="return")
+    assert len(first.outputs[0].token_ids) == GREEDY.max_tokens
+    assert (wrong.index, empty.index) == (1, 2)
+    assert str(10**6) in wrong.message
+    assert "max_tokens" in empty.message
+    assert len(last.outputs[0].token_ids) == 3
+
+
+def test_generate_takes_an_iterator_and_a_dictionary_of_parameters(llm):
+    outputs = llm.generate((text for text in "abc"), {"max_tokens": 4, "ignore_eos": True}, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4, 4]
+    with pytest.raises(InvalidRequest, match="have no field 'max_token'"):
+        llm.generate("a", {"max_token": 4}, use_tqdm=False)
+
+
+def test_generate_as_completed_reads_an_iterator_only_so_far_ahead(llm):
+    num_read = 0
+
+    def prompts():
+        nonlocal num_read
+        for num_read in range(1, 21):
+            yield WRONG if num_read == 5 else f"text {num_read}"
+
+    results, most_ahead = {}, 0
+    iteration = llm.generate_as_completed(prompts(), GREEDY, errors="return", max_in_flight=3)
+    for index, result in iteration:
+        results[index] = result
+        most_ahead = max(most_ahead, num_read - len(results) + 1)
+    assert sorted(results) == list(range(20))
+    assert [index for index, result in results.items() if not hasattr(result, "outputs")] == [4]
+    assert most_ahead <= 3 + 1
+    assert llm._instance.client.num_in_flight == 0
+
+
+def test_enqueue_prompts_run_and_wait_returns_all_in_order(llm):
+    expected = llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)
+    ids = llm.enqueue(["a", "b"], GREEDY) + llm.enqueue("c", GREEDY)
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in expected]
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
 def test_generate_as_completed_yields_shorter_outputs_first(llm):
     params = [msgspec.structs.replace(GREEDY, max_tokens=count) for count in (200, 5, 60)]
     outputs = list(llm.generate_as_completed(["a", "b", "c"], params))

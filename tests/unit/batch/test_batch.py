@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from eagleray.batch.output_file import OutputFile
-from eagleray.batch.progress import BatchProgress
 from eagleray.batch.run import Batch
 from eagleray.errors import ConfigError
+from eagleray.progress import Progress
 
 LIMIT = 1000
 
@@ -50,9 +50,9 @@ def row(custom_id: str, prompt: str, **changes: object) -> dict[str, object]:
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt}, **changes}
 
 
-def run(rows: list[object] | bytes, path, server: Server | None = None, *, concurrency: int = 4) -> BatchProgress:
+def run(rows: list[object] | bytes, path, server: Server | None = None, *, concurrency: int = 4) -> Progress:
     data = rows if isinstance(rows, bytes) else b"".join(json.dumps(one).encode() + b"\n" for one in rows)
-    progress = BatchProgress(is_terminal=False, is_shown=False)
+    progress = Progress("rows", is_shown=False)
     output = OutputFile.open(path)
     try:
         batch = Batch((server or Server()).app, output, max_row_bytes=LIMIT, progress=progress)
@@ -83,7 +83,7 @@ def test_batch_every_row_has_its_answer(tmp_path):
     assert failed["error"] == {"code": "invalid", "message": "`prompt`: bad"}
     assert failed["response"]["status_code"] == 400
     assert 1 < server.most_running <= 4
-    assert (progress.num_rows, progress.num_failed) == (21, 1)
+    assert (progress.num_finished, progress.num_failed) == (21, 1)
     assert (progress.prompt_tokens, progress.output_tokens) == (20, 40)
 
 
@@ -202,17 +202,3 @@ def test_output_file_of_a_running_batch_is_refused(tmp_path):
         OutputFile.open(tmp_path / "out")
     output.close()
     OutputFile.open(tmp_path / "out").close()
-
-
-def test_progress_without_a_terminal_logs_a_line_every_ten_seconds(visible_log, caplog):
-    now = 0.0
-    progress = BatchProgress(is_terminal=False, clock=lambda: now)
-    with caplog.at_level("INFO"):
-        for _ in range(25):
-            now += 1.0
-            progress.count_tokens(b'{"usage": {"prompt_tokens": 10, "completion_tokens": 20}}')
-            progress.finish_row(failed=False)
-    assert [record.getMessage() for record in caplog.records] == [
-        "10 rows answered, 0 of them by errors; 10 tokens/s in, 20 out",
-        "20 rows answered, 0 of them by errors; 10 tokens/s in, 20 out",
-    ]

@@ -1,0 +1,34 @@
+"""Errors of single prompts among several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eagleray.errors import DeadlineExceeded, EagleRayError, RequestFailed, UserError
+
+ROW_ERRORS = (UserError, RequestFailed, DeadlineExceeded)
+"""Errors that concern one prompt. Others, such as the failure of the instance, concern all."""
+
+
+@dataclass(frozen=True)
+class RequestError:
+    """The place of a prompt without an output, in results under `errors="return"`."""
+
+    index: int
+    """Index of the prompt."""
+    error: EagleRayError
+
+    finished = True
+    """As in outputs: nothing follows."""
+
+    @property
+    def message(self) -> str:
+        """Why there is no output."""
+        return str(self.error)
+
+
+def name_row(error: EagleRayError, index: int, *, is_one_of_several: bool) -> EagleRayError:
+    """Return the error with the prompt's index in its message."""
+    if is_one_of_several:
+        error.args = (f"prompt {index}: {error}", *error.args[1:])
+    return error
