@@ -54,7 +54,8 @@ def executor(backend: Any) -> str:
 
 def expert_dispatch(backend: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dispatch of tokens for a kind of all-to-all. Without expert parallelism there is none."""
-    if not given.get("enable_expert_parallel") or backend in ("naive", "allgather_reducescatter"):
+    is_parallel = parsed(str(given.get("enable_expert_parallel")))
+    if not is_parallel or backend in ("naive", "allgather_reducescatter"):
         return {}
     return {"expert_dispatch": "all-to-all"}
 
@@ -63,8 +64,6 @@ def eplb(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the balance of experts. Keys that say how loads are measured and logged change nothing."""
     names = {"num_redundant_experts": "num_redundant_experts", "step_interval": "eplb_step_interval"}
     entries = _mapping(value)
-    if not given.get("enable_eplb"):
-        return {}
     return {option: entries[key] for key, option in names.items() if key in entries}
 
 

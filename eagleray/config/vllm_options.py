@@ -65,13 +65,16 @@ def translate(given: Mapping[str, Any], own: Collection[str], *, as_flags: bool 
             if fate is None:
                 known = VALUES[name](value) if name in VALUES and name in own else value
                 if known is None:
-                    translated.notes.append(f"{label}: nothing to do here: {shown(value)} is the same as the default")
+                    translated.notes.append(_no_effect(label, value))
                 else:
                     translated.options[name] = known
             elif isinstance(fate, Renamed):
                 aliased[fate.option] = fate.convert(value)
             elif isinstance(fate, Expansion):
-                aliased |= fate.expand(value, named)
+                expanded = fate.expand(value, named)
+                aliased |= expanded
+                if not expanded:
+                    translated.notes.append(_no_effect(label, value))
             elif isinstance(fate, NoEffect):
                 translated.notes.append(f"{label}: nothing to do here: {fate.reason}")
             elif not is_off(value, fate.off):
@@ -79,6 +82,10 @@ def translate(given: Mapping[str, Any], own: Collection[str], *, as_flags: bool 
         except ValueError as error:
             raise error if isinstance(error, ConfigError) else ConfigError(f"option `{name}`: {error}") from None
     return TranslatedOptions(aliased | translated.options, translated.notes)
+
+
+def _no_effect(label: str, value: Any) -> str:
+    return f"{label}: nothing to do here: {shown(value)} is the same as the default"
 
 
 def _positive(name: str, value: Any, own: Collection[str]) -> tuple[str, Any]:

@@ -126,6 +126,10 @@ def test_translate_default_of_vllm_is_accepted(name):
         ({"lora_modules": ['{"name": "a", "path": "/b"}', "c=d"]}, {"lora_modules": ["a=/b", "c=d"]}),
         ({"all2all_backend": "deepep_low_latency"}, {}),
         (
+            {"all2all_backend": "deepep_low_latency", "enable_expert_parallel": "false"},
+            {"enable_expert_parallel": "false"},
+        ),
+        (
             {"all2all_backend": "deepep_low_latency", "enable_expert_parallel": True},
             {"expert_dispatch": "all-to-all", "enable_expert_parallel": True},
         ),
