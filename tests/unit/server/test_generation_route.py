@@ -17,6 +17,10 @@ BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {}},
 }
+AGENT_BODIES = {
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20},
+}
 
 
 @pytest.fixture
@@ -35,12 +39,12 @@ def metric(api, name):
     return [line for line in api.get("/metrics").text.splitlines() if line.startswith(f"eagleray:{name}")]
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", BODIES | AGENT_BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
 def test_disconnect_aborts_the_requests(silent, path, stream, begun):
     async def leave():
-        call = Call(silent.app, path, BODIES[path] | {"stream": stream})
+        call = Call(silent.app, path, (BODIES | AGENT_BODIES)[path] | {"stream": stream})
         await settle()
         assert not call.received
         if begun:

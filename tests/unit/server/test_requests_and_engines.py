@@ -15,6 +15,7 @@ BODIES = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 2}},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 2},
 }
 OTHER = EngineId("test", 1)
 RANK, SESSION = "X-data-parallel-rank", "X-Session-ID"
