@@ -11,6 +11,8 @@ from typing import Annotated, Any, Protocol
 from msgspec import Meta
 
 from eagleray.errors import InvalidRequest
+from eagleray.server.field_fates import TOOL_CALLS
+from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.service import Service
 
 MAX_TEMPLATE_VARIABLES = 256
@@ -110,6 +112,12 @@ def check_template_fields(service: Service, fields: TemplateFields) -> None:
         raise InvalidRequest(
             f"`chat_template` must be a text of at most {MAX_TEMPLATE_CHARS} characters", param="chat_template"
         )
+
+
+def check_no_calls(tools: Any, tool_choice: Any, given: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedParameter` unless the answer is a text for certain. `given`: the fields about tools by name."""
+    if tool_choice != "none" and (tools or tool_choice not in (None, "auto")):
+        raise unsupported_feature(TOOL_CALLS, [name for name, value in given.items() if value not in (None, [])])
 
 
 async def render_chat(service: Service, messages: list[dict[str, Any]], fields: TemplateFields) -> str:

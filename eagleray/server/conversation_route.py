@@ -6,7 +6,6 @@ The conversation is brought into the form of chat templates; from there on it is
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,11 +15,9 @@ from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import field_names
 from eagleray.server.chat_messages import check_template_fields, render_chat
-from eagleray.server.field_fates import TOOL_CALLS
 from eagleray.server.fields import SamplingFields
 from eagleray.server.generation import Generation, Usage
 from eagleray.server.generation_route import GenerationFields, ParsedRequest
-from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
 from eagleray.server.prompt_truncation import encode_prompt
 from eagleray.server.refusals import Reasons
@@ -105,9 +102,3 @@ class ParsedConversation(ParsedRequest[Body, Chunk]):
 
     def _is_empty(self, delta: CompletionDelta) -> bool:
         return not (delta.text or delta.logprobs)
-
-
-def check_no_calls(tools: Any, tool_choice: str | None, given: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedParameter` unless the answer is a text for certain. `given`: the fields about tools by name."""
-    if tool_choice != "none" and (tools or tool_choice not in (None, "auto")):
-        raise unsupported_feature(TOOL_CALLS, [name for name, value in given.items() if value not in (None, [])])

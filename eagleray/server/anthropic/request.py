@@ -52,7 +52,7 @@ class AnthropicRequest(msgspec.Struct, kw_only=True):
 class MessagesRequest(AnthropicRequest, kw_only=True, forbid_unknown_fields=True):
     """Answer in a conversation. Tools only with the `tool_choice` none: tool calls are not supported."""
 
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(extra_json_schema={"minimum": 1})]
     stream: bool | None = None
     stop_sequences: Annotated[
         list[str] | None,

@@ -36,7 +36,8 @@ from eagleray.server.anthropic.response import (
     TokenCount,
     anthropic_usage,
 )
-from eagleray.server.conversation_route import Conversation, ParsedConversation, check_no_calls
+from eagleray.server.chat_messages import check_no_calls
+from eagleray.server.conversation_route import Conversation, ParsedConversation
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import HttpError
 from eagleray.server.field_fates import REASONING

@@ -13,11 +13,16 @@ from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import field_names
-from eagleray.server.chat_messages import EFFORT_VARIABLES, check_template_fields, message_text, render_chat
-from eagleray.server.field_fates import CHAT_FATES, TOOL_CALLS
+from eagleray.server.chat_messages import (
+    EFFORT_VARIABLES,
+    check_no_calls,
+    check_template_fields,
+    message_text,
+    render_chat,
+)
+from eagleray.server.field_fates import CHAT_FATES
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
 from eagleray.server.generation_route import ParsedRequest
-from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
 from eagleray.server.openai.requests import ChatRequest
 from eagleray.server.openai.responses import (
@@ -197,7 +202,5 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
 
 def _check_tools(body: ChatRequest) -> None:
     """Raise `UnsupportedParameter` if the answer may have to be a tool call."""
-    if (not body.tools and body.tool_choice in (None, "none", "auto")) or body.tool_choice == "none":
-        return
     given = {"tools": body.tools, "tool_choice": body.tool_choice, "parallel_tool_calls": body.parallel_tool_calls}
-    raise unsupported_feature(TOOL_CALLS, [name for name, value in given.items() if value])
+    check_no_calls(body.tools, body.tool_choice, given)

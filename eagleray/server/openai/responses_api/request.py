@@ -44,7 +44,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     input: Annotated[str | InputItems, Meta(description="A text of the user, or the items of a conversation.")]
     model: Annotated[str | None, Meta(description="A name of /v1/models; may be left out.")] = None
     instructions: Annotated[str | None, Meta(description="System message, before `input`.")] = None
-    max_output_tokens: Annotated[int | None, Meta(description="Default: as many as the model's length allows.")] = None
+    max_output_tokens: Annotated[
+        Annotated[int, Meta(extra_json_schema={"minimum": 1})] | None,
+        Meta(description="Default: as many as the model's length allows."),
+    ] = None
     stream: bool | None = None
     temperature: Annotated[float | None, Meta(description="0 is greedy.")] = None
     top_p: float | None = None

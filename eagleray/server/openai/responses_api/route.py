@@ -14,7 +14,8 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.errors import InvalidRequest, NotFound
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
-from eagleray.server.conversation_route import Conversation, ParsedConversation, check_no_calls
+from eagleray.server.chat_messages import check_no_calls
+from eagleray.server.conversation_route import Conversation, ParsedConversation
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import HttpError
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
