@@ -39,15 +39,16 @@ class PromptLogprobs(msgspec.Struct, frozen=True, eq=False):
     """Log-probabilities of the prompt's tokens `start`, `start + 1`, … given the tokens before them, or logits in a
     `logprobs_mode` of logits: always the model's own.
 
-    Columns are ordered as in `TokenLogprobs`: the prompt's own token first, then the likeliest.
+    Columns are ordered as in `TokenLogprobs`: the prompt's own token first, then the likeliest, then the ids that
+    `Sampling.prompt_logprob_token_ids` asks for.
     """
 
     start: int
     """Position in the prompt of the first row; at least 1, because nothing precedes the first token."""
     token_ids: Array
-    """int32 [num_positions, 1 + k]"""
+    """int32 [num_positions, 1 + k + number of ids asked for]"""
     logprobs: Array
-    """float32 [num_positions, 1 + k]"""
+    """float32 of the same shape"""
     ranks: Array
     """int32 [num_positions]"""
 
