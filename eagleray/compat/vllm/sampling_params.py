@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from eagleray.errors import InvalidRequest
-from eagleray.messages.sampling import RequestOutputKind, SamplingParams
+from eagleray.messages.sampling import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
-__all__ = ["RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
+__all__ = ["RepetitionDetectionParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
 
 
 class StructuredOutputsParams:

@@ -9,7 +9,9 @@ from client_fakes import CLIENT, INFO
 from client_tokenizers import load
 
 from eagleray.client.preprocess import MAX_COMPLETIONS, Prompt, RequestBuilder
+from eagleray.client.prompt_scores import PromptScores
 from eagleray.errors import InvalidRequest, PromptTooLong
+from eagleray.messages.outputs import Chunk, FinishReason, PromptLogprobs
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, SamplingParams, Stopping
 
@@ -260,3 +262,36 @@ def test_build_given_tokens_that_are_no_ids_are_refused(given):
 def test_sampling_params_given_tokens_with_several_completions_are_refused():
     with pytest.raises(InvalidRequest, match="trace_decode_token_ids"):
         SamplingParams(trace_decode_token_ids=[1], n=2)
+
+
+def test_build_scored_ids_have_a_row_for_every_position():
+    message = build(SamplingParams(prompt_logprob_token_ids=np.array([[4, -1]]), prompt_logprob_start=1, n=1))
+    assert message.sampling.prompt_logprob_token_ids == ((0, 0), (4, 0))
+    assert message.sampling.prompt_logprobs == 0
+
+
+def test_make_messages_of_several_completions_score_the_prompt_once():
+    params = SamplingParams(prompt_logprob_token_ids=[[4], [5]], n=2)
+    scores = PromptScores.of(params, num_prompt_tokens=3, vocab_size=INFO.vocab_size, max_ids=20)
+    first, second = requests(params, scores=scores)
+    assert first.sampling.prompt_logprob_token_ids == ((4,), (5,))
+    assert (second.sampling.prompt_logprob_token_ids, second.sampling.prompt_logprobs) == ((), None)
+
+
+def test_given_tokens_and_scored_ids_go_to_the_next_engine_too():
+    params = SamplingParams(trace_decode_token_ids=[9, 8, 7], prompt_logprob_token_ids=[[4], [5]])
+    options = {"ids_in_use": (), "request_id": "x", "priority": 0, "cache_salt": "", "timeout": None, "session": None}
+    request = BUILDER.build(Prompt(token_ids=[5, 6, 7]), params, INFO, rank=None, **options)
+    (first,) = request.next_messages()
+    numbers = PromptLogprobs(1, np.zeros((1, 2), np.int32), np.array([[-1, -2]], np.float32), np.ones(1, np.int32))
+    request.deliver(request.completions[0], Chunk(request_id="", token_ids=[9], prompt_logprobs=numbers))
+    (second,) = request.next_messages()
+    assert second.sampling == first.sampling
+    assert (second.output_token_ids, second.prompt_logprobs_from) == ([9], 2)
+    numbers = PromptLogprobs(2, np.zeros((1, 2), np.int32), np.array([[-3, -4]], np.float32), np.ones(1, np.int32))
+    last = Chunk(request_id="", token_ids=[8, 7], prompt_logprobs=numbers, finish_reason=FinishReason.LENGTH)
+    request.deliver(request.completions[0], last)
+    output = request.output()
+    assert output.outputs[0].token_ids == [9, 8, 7]
+    assert output.prompt_token_id_logprobs.tolist() == [[-2], [-4]]
+    assert output.prompt_logprobs is None
