@@ -99,14 +99,16 @@ class TextProcessor:
         decode = partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)
         return decode() if len(token_ids) <= INLINE_CHARS else await self._in_thread(self._tokenizing, decode)
 
-    def check_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `PromptTooLong` for a conversation of more messages than the model's length has tokens, and
-        `InvalidRequest` for a message that no template could show."""
-        count = len(messages)
+    def check_num_messages(self, count: int) -> None:
+        """Raise `PromptTooLong` for a conversation of more messages than the model's length has tokens."""
         if count > self._model_len:
             raise PromptTooLong.for_model(
                 f"{count} messages have more tokens than that", self._model_len, param="messages"
             )
+
+    def check_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise as `check_num_messages`, and `InvalidRequest` for a message that no template could show."""
+        self.check_num_messages(len(messages))
         check_messages(messages)
 
     async def render(

@@ -73,7 +73,7 @@ class ParsedMessages(ParsedConversation[MessagesRequest, AnyMessageEvent]):
         check_no_calls(tools, kind, {"tools": tools, "tool_choice": choice})
 
     def _make_conversation(self) -> Conversation:
-        return to_conversation(self.body)
+        return to_conversation(self.service, self.body)
 
     def _sampling_params(self) -> SamplingParams:
         body = self.body
@@ -134,8 +134,9 @@ def _end(output: CompletionOutput) -> StopDelta:
     return end
 
 
-def to_conversation(body: AnthropicRequest) -> Conversation:
+def to_conversation(service: Service, body: AnthropicRequest) -> Conversation:
     """Return the conversation of a body. Raises `InvalidRequest` for messages that have no counterpart here."""
+    service.text.check_num_messages(len(body.messages))
     effort = None if body.output_config is None else body.output_config.effort
     is_off = body.thinking is not None and body.thinking.type == "disabled"
     return Conversation(
@@ -174,7 +175,7 @@ class CountTokensRoute:
     async def count(self, request: Request) -> Response:
         body = await self._body.read(request)
         self._service.find_model(body.model)
-        conversation = to_conversation(body)
+        conversation = to_conversation(self._service, body)
         conversation.check(self._service)
         return json_response(await unless_disconnected(request.receive, self._count(conversation)))
 

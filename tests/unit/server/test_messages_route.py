@@ -191,6 +191,7 @@ def test_messages_beginning_of_the_answer_is_continued(api):
             "`messages[0].content[0].content[0].type` is 'image'",
         ),
         ({"messages": [USER | {"content": "hello " * 100}]}, "tokens"),
+        ({"messages": [{}] * 65}, "65 messages have more tokens"),
         ({"max_tokens": None}, "`max_tokens`"),
         ({"max_tokens": 0}, "must be at least 1"),
         ({"system": [{"type": "image"}]}, "`system[0].type` is 'image'"),

@@ -263,6 +263,7 @@ def test_responses_effort_reaches_the_template(api):
         ({"input": [OUTPUT | {"output": None}]}, "input[0].output", "a list of parts"),
         ({"input": [{"type": "reasoning", "summary": "x"}]}, "input[0].summary", "a list of parts"),
         ({"input": "hello " * 100}, "input", "tokens"),
+        ({"input": [{}] * 65}, "input", "65 messages have more tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
         ({"metadata": {"a": 1}}, "metadata[...]", "str"),

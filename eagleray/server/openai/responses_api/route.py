@@ -81,6 +81,7 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
 
     def _make_conversation(self) -> Conversation:
         body = self.body
+        self.service.text.check_num_messages(0 if isinstance(body.input, str) else len(body.input))
         return Conversation(
             messages=to_messages(body.instructions, body.input),
             tools=[_template_tool(tool) for tool in body.tools or ()],
