@@ -143,10 +143,16 @@ class BodyDecoder(Generic[T]):
             raise InvalidRequest(f"the body is not valid JSON: {error}") from None
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
-        if self._lenient is None or message.startswith(OUT_OF_RANGE):
+        is_object = not message.startswith("Expected") or WHERE.match(message)
+        if self._lenient is None or message.startswith(OUT_OF_RANGE) or not is_object:
             raise self._explain(message)
-        fields = decode_object(body)
-        reading = self._lenient.read(fields)
+        unknown = None
+        with _explaining_json():
+            if len(body) < LARGE_BODY_BYTES:
+                fields = _object(msgspec.json.decode(body))
+            else:
+                fields, unknown = self._lenient.known_fields(body)
+        reading = self._lenient.read(fields, unknown)
         if reading.ignored and state is not None:
             self._ignored_log.note(reading.ignored.names)
             state[IGNORED_FIELDS] = reading.ignored.header
@@ -224,17 +230,27 @@ class RefusedBody(InvalidFields):
 
 def decode_object(body: bytes | bytearray) -> dict[str, Any]:
     """Return the fields of a JSON object. Raises `InvalidRequest`."""
+    with _explaining_json():
+        return _object(msgspec.json.decode(body))
+
+
+def _object(decoded: Any) -> dict[str, Any]:
+    if not isinstance(decoded, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return decoded
+
+
+@contextlib.contextmanager
+def _explaining_json() -> Iterator[None]:
+    """Raise `InvalidRequest` for what makes a body undecodable in the block."""
     try:
-        decoded = msgspec.json.decode(body)
+        yield
     except msgspec.ValidationError:  # of a number; types are not checked here
         raise InvalidRequest("the body has a number that is out of range: it is larger than a float can be") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
-    if not isinstance(decoded, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    return decoded
 
 
 @contextlib.contextmanager

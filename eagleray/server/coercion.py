@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import msgspec
 from msgspec import inspect
 
 TRUE_WORDS = frozenset({"1", "on", "t", "true", "y", "yes"})
@@ -126,7 +125,7 @@ def _to_bool(value: Any) -> Any:
     return value
 
 
-def field_types(struct: type[msgspec.Struct]) -> dict[str, inspect.Type]:
+def field_types(struct: type[Any]) -> dict[str, inspect.Type]:
     """Return the types of a struct's fields by name."""
     info = inspect.type_info(struct)
     assert isinstance(info, inspect.StructType)

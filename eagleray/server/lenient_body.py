@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import inspect
+from msgspec import UNSET, inspect
 
 from eagleray.errors import InvalidRequest, UnsupportedParameter
 from eagleray.log import get_logger
@@ -31,6 +31,7 @@ MAX_SHOWN_NAMES = 16
 MAX_LOGGED_NAMES = 256
 """Number of ignored fields that the log of one process names."""
 
+UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 NO_HEADER_CHARS = re.compile(r"[^\x21-\x2b\x2d-\x7e]")
 
 
@@ -40,6 +41,8 @@ class IgnoredFields:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.num_more = 0
+        self.is_complete = True
+        """Whether there are no others, which were not looked at."""
 
     def add(self, name: str) -> None:
         if len(self.names) == MAX_SHOWN_NAMES:
@@ -53,7 +56,8 @@ class IgnoredFields:
     @property
     def header(self) -> str:
         """The names as the value of a header."""
-        return ", ".join([*self.names, *([f"and {self.num_more} more"] if self.num_more else [])])
+        more = f"and {self.num_more} more" if self.num_more else "" if self.is_complete else "and perhaps more"
+        return ", ".join([*self.names, *([more] if more else [])])
 
 
 class IgnoredFieldLog:
@@ -92,10 +96,32 @@ class LenientReader(Generic[T]):
         self._kind = kind
         self._fates = fates
         self._explain = explain
+        names = field_types(kind).keys() | {name for name in fates if "." not in name}
+        known: list[tuple[str, Any, Any]] = [(name, Any, UNSET) for name in sorted(names)]
+        self._known = msgspec.json.Decoder(msgspec.defstruct("Known", known))
+        self._only_known = msgspec.json.Decoder(msgspec.defstruct("OnlyKnown", known, forbid_unknown_fields=True))
 
-    def read(self, fields: Mapping[str, Any]) -> Reading[T]:
+    def known_fields(self, body: bytes | bytearray) -> tuple[dict[str, Any], str | None]:
+        """Return the fields of a large body that are known by name, and the name of the first other one.
+
+        The others are skipped without making an object for each, which would take a second for a million of them.
+        Raises as msgspec does.
+        """
+        try:
+            found, unknown = self._only_known.decode(body), None
+        except msgspec.ValidationError as error:
+            match = UNKNOWN_FIELD.match(str(error))
+            found, unknown = self._known.decode(body), match[1] if match else None
+        fields = msgspec.structs.asdict(found)
+        return {name: value for name, value in fields.items() if value is not UNSET}, unknown
+
+    def read(self, fields: Mapping[str, Any], unknown: str | None = None) -> Reading[T]:
+        """Read the fields of a body. `unknown`: the first of those that `known_fields` left out."""
         reading = _FieldReader(self._fates, self._explain)
         body = reading.read_struct(self._kind, fields, "")
+        if unknown is not None:
+            reading.ignored.add(unknown)
+            reading.ignored.is_complete = False
         return Reading(body, reading.ignored, reading.all_reasons())
 
 

@@ -73,7 +73,10 @@ class BodyMaker:
         return name
 
     def _resolved(self, schema: Schema) -> Schema:
-        while "$ref" in schema:
+        while "$ref" in schema or "allOf" in schema:
+            if "allOf" in schema:  # the schema of a struct, and rules about its fields
+                schema = schema["allOf"][0]
+                continue
             schema = self._components[schema["$ref"].rpartition("/")[2]]
         return schema
 

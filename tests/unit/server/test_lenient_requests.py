@@ -200,15 +200,34 @@ def test_request_malformed_field_alone_has_no_code(api):
 
 def test_request_with_a_million_unknown_fields_is_answered_within_bounds(checkpoint):
     fields = ",".join(f'"u{index}":1' for index in range(10**6))
-    content = f'{{"prompt":"x","max_tokens":1,{fields}}}'.encode()
+    content = f'{{{fields},"prompt":"x","max_tokens":1}}'.encode()
     with serving(checkpoint) as api:
         tracemalloc.start()
         response = api.request("POST", COMPLETIONS, content=content)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert response.status_code == 200, response.text
-    assert response.headers[HEADER] == ", ".join([f"u{index}" for index in range(16)]) + ", and 999984 more"
-    assert peak < 512 * 2**20
+    assert response.headers[HEADER] == "u0, and perhaps more"
+    assert peak < 64 * 2**20
+
+
+def test_request_with_many_unknown_fields_counts_them(api):
+    response = api.post(
+        COMPLETIONS, MINIMAL[COMPLETIONS] | {"max_tokens": 1} | {f"u{index}": 1 for index in range(1000)}
+    )
+    assert response.headers[HEADER] == ", ".join([f"u{index}" for index in range(16)]) + ", and 984 more"
+
+
+@pytest.mark.parametrize("path", MINIMAL)
+def test_request_with_a_large_body_is_read_by_the_same_table(api, path):
+    large = {"metadata": "x" * 2**21, "best_of": 1, "max_tokens": "2"}
+    assert HEADER not in api.post(path, MINIMAL[path] | large).headers
+    assert api.engine.requests[-1].stopping.max_tokens == 2
+    assert api.post(path, MINIMAL[path] | large | {"thoughts": 1}).headers[HEADER] == "thoughts, and perhaps more"
+    error = api.post(path, MINIMAL[path] | large | {"thoughts": 1, "guided_json": {}, "n": 0}).json()["error"]
+    assert error["param"] == "guided_json" and "`n` must be" in error["message"]
+    for content in (b'{"metadata": "' + b"x" * 2**21, b'[{"metadata": "' + b"x" * 2**21 + b'"}]'):
+        assert api.request("POST", path, content=content).status_code == 400
 
 
 def test_request_names_of_ignored_fields_are_cut_and_plain(api, caplog):
