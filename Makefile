@@ -11,7 +11,7 @@ GPU_JSON   ?= gpu.json
 # and each would compile the package again, which is a fifth of the processor time of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak lint lint-types lint-rules clean
+.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat lint lint-types lint-rules clean
 
 serve: $(READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
@@ -42,6 +42,9 @@ fuzz: $(READY)  ## Hostile requests, connections, readers and checkpoints: nobod
 
 soak: $(READY)  ## 15 minutes of mixed load with kills: nothing may fail, grow or stay behind (ARGS="--minutes 3 --backend ray ...").
 	$(BIN)/python scripts/soak.py $(ARGS)
+
+compat: $(READY)  ## Client programs of others, from their own packages, against one server (ARGS="--only openai_python --list").
+	$(BIN)/python scripts/compat.py $(ARGS)
 
 lint: $(READY)  ## Types beside the other checks: they take most of the time of one core.
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-rules

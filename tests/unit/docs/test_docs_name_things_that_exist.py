@@ -20,7 +20,7 @@ FOREIGN = {
     *("ForSequenceClassification", "LlamaForSequenceClassification", "MistralModel", "Qwen3Model"),  # architectures
     *("1_Pooling/config.json", "modules.json"),  # files of sentence-transformers
     "--rollout-external-engine-addrs",  # slime's
-    *("--no-deps", "--no-index", "--target"),  # pip's
+    *("--no-index", "--target"),  # pip's
     *("adapter_config.json", "modules_to_save"),  # PEFT's
     *("HTTPVLLMWeightSyncClient", "RayVLLMWeightSyncClient", "vllm.distributed.utils"),  # vLLM's
     *("RemoteInferenceClient", "chat_completion", "init_weight_update_communicator", "update_named_weights"),  # SkyRL's
