@@ -220,6 +220,7 @@ class InFlightRequests:
             self._on_early_chunk(request, chunk)
         if request.is_queued and chunk.token_ids:
             request.first_token_at = time.perf_counter()
+            request.first_token_engine = request.engine
             self._leave_queue(request)
         request.deliver(completion, chunk)
         if request.failure is not None:

@@ -61,9 +61,9 @@ class ClientRequest:
         "_announces_start", "_counts_cached_tokens", "_first_index", "_is_started", "_list_type", "_max_delta_tokens",
         "_max_restarts", "_num_cached_tokens", "_num_exits", "_num_exits_without_token", "_prompt_logprobs",
         "_prompt_logprobs_were_read", "_scores", "_shows_prompt_logprobs", "arrival_time", "arrived_at", "awaits_token",
-        "completions", "done", "engine", "failure", "finished_at", "first_token_at", "has_more", "has_output",
-        "interrupted_at", "is_queued", "on_output", "prefix_match", "prompt", "prompt_token_ids", "rank", "request_id",
-        "session", "timeout", "timer", "unfinished",
+        "completions", "done", "engine", "failure", "finished_at", "first_token_at", "first_token_engine", "has_more",
+        "has_output", "interrupted_at", "is_queued", "on_output", "prefix_match", "prompt", "prompt_token_ids", "rank",
+        "request_id", "session", "timeout", "timer", "unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -111,6 +111,7 @@ class ClientRequest:
         self.arrived_at = 0.0
         """The same time by `time.perf_counter`, as are the times below."""
         self.first_token_at: float | None = None
+        self.first_token_engine: EngineId | None = None
         self.finished_at: float | None = None
         self.on_output: Callable[[], None] | None = None
         self.has_output = asyncio.Event()
@@ -370,6 +371,11 @@ class RequestStream:
     def first_token_at(self) -> float | None:
         """Time at which the first token of any completion arrived, by `time.perf_counter`."""
         return self._request.first_token_at
+
+    @property
+    def first_token_engine(self) -> EngineId | None:
+        """Engine that sent the first token."""
+        return self._request.first_token_engine
 
     @property
     def num_tokens(self) -> int:

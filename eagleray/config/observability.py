@@ -14,3 +14,7 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe message that is logged.")
     ] = "info"
+    enable_vllm_metrics: Annotated[
+        bool,
+        Meta(description="Show metrics that vLLM has too under its names (`vllm:…`) as well, for its dashboards."),
+    ] = False

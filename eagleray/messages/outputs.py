@@ -8,6 +8,7 @@ import msgspec
 
 from eagleray.identity import EngineId
 from eagleray.messages.arrays import Array
+from eagleray.messages.distributions import EngineDistributions
 from eagleray.messages.failure import Failure
 
 
@@ -112,6 +113,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     update: int = 0
     """Number of the last weight update that the engine has applied. Prompts are not found in the cache of an earlier
     one."""
+    distributions: EngineDistributions | None = None
+    """Histograms of steps and requests, which only grow as well."""
 
 
 class WorkersReturned(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 
+from eagleray.messages.membership import EngineInfo
 from eagleray.messages.outputs import EngineStats, ExpertLoad
 from eagleray.metrics.engine import EngineCollector
 from eagleray.metrics.experts import ExpertText
@@ -14,6 +15,7 @@ from eagleray.metrics.ledger import Ledger
 from eagleray.metrics.processes import ServerProcesses
 from eagleray.metrics.recovery import RecoveryMetrics
 from eagleray.metrics.requests import RequestMetrics
+from eagleray.metrics.vllm_names import WithVllmNames
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -21,8 +23,9 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 class Metrics:
     """Metrics of one API server: it counts in `ledger` and reports the totals of all.
 
-    `stats` and `expert_load` are called at each scrape for the newest report of every engine. The caller closes
-    `ledger`.
+    `stats` and `expert_load` are called at each scrape for the newest report of every engine, and `engine_info` for the
+    engines' properties. `has_vllm_names`: whether metrics that vLLM has too are also shown under its names. The caller
+    closes `ledger`.
     """
 
     def __init__(
@@ -32,16 +35,19 @@ class Metrics:
         *,
         stats: Callable[[], Iterable[EngineStats]],
         expert_load: Callable[[], Iterable[ExpertLoad]],
+        engine_info: Callable[[], EngineInfo | None],
+        has_vllm_names: bool = False,
     ) -> None:
         families = Families(ledger, model_name=model_name)
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(model_name, stats))
+        self._registry.register(EngineCollector(model_name, stats, engine_info))
         self._registry.register(ServerProcesses(ledger.processes))
         self._registry.register(families)
+        self._shown = WithVllmNames(self._registry) if has_vllm_names else self._registry
         self._experts = ExpertText(model_name, expert_load)
         self.requests = RequestMetrics(families)
         self.recovery = RecoveryMetrics(families)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry) + self._experts.text().encode()
+        return generate_latest(self._shown) + self._experts.text().encode()

@@ -40,29 +40,54 @@ class Counter:
 
 
 class Histogram:
-    """Histogram of sizes: counts by ascending upper `bounds`, and the sum."""
+    """Histogram of sizes: counts by ascending upper `bounds`, and the sum, for each combination of label values."""
 
     def __init__(
-        self, ledger: Ledger, name: str, text: str, *, bounds: Sequence[float], constant: Mapping[str, str]
+        self,
+        ledger: Ledger,
+        name: str,
+        text: str,
+        *,
+        bounds: Sequence[float],
+        labels: Sequence[str] = (),
+        constant: Mapping[str, str],
     ) -> None:
+        self._ledger = ledger
         self._name = name
         self._text = text
-        self._constant = constant
+        self._constant = list(constant.values())
+        self._labels = [*constant, *labels]
         self._bounds = bounds
-        self._marks = [_mark(bound) for bound in (*bounds, math.inf)]
-        self._counts = [ledger.tally(name, mark) for mark in self._marks]
-        self._sum = ledger.tally(name, SUM)
+        self._marks = bucket_marks(bounds)
+        self._tallies: dict[tuple[str, ...], tuple[list[Tally], Tally]] = {}
+        if not labels:
+            self._at(())  # reported from the beginning
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)].add()
-        self._sum.add(value)
+    def observe(self, value: float, *values: str) -> None:
+        """Count `value` in the series of these label values."""
+        counts, total = self._at(values)
+        counts[bisect_left(self._bounds, value)].add()
+        total.add(value)
+
+    def _at(self, values: tuple[str, ...]) -> tuple[list[Tally], Tally]:
+        if values not in self._tallies:
+            counts = [self._ledger.tally(self._name, *values, mark) for mark in self._marks]
+            self._tallies[values] = counts, self._ledger.tally(self._name, *values, SUM)
+        return self._tallies[values]
 
     def report(self, totals: Totals) -> Metric:
         parts = totals[self._name]
-        counts = itertools.accumulate(parts[(mark,)] for mark in self._marks)
-        family = HistogramMetricFamily(self._name, self._text, labels=list(self._constant))
-        family.add_metric(list(self._constant.values()), list(zip(self._marks, counts, strict=True)), parts[(SUM,)])
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        for values in sorted({labels[:-1] for labels in parts}):
+            counts = itertools.accumulate(parts.get((*values, mark), 0.0) for mark in self._marks)
+            buckets = list(zip(self._marks, counts, strict=True))
+            family.add_metric([*self._constant, *values], buckets, parts.get((*values, SUM), 0.0))
         return family
+
+
+def bucket_marks(bounds: Sequence[float]) -> list[str]:
+    """Return the values of the label `le` of a histogram with these upper bounds, and of its last bucket."""
+    return [_mark(bound) for bound in (*bounds, math.inf)]
 
 
 def _mark(bound: float) -> str:
@@ -85,9 +110,11 @@ class Families(Collector):
         self._each.append(counter)
         return counter
 
-    def histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+    def histogram(self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
         """Create a histogram `eagleray:NAME`, with a label `model_name`."""
-        histogram = Histogram(self._ledger, f"eagleray:{name}", text, bounds=bounds, constant=self._model)
+        histogram = Histogram(
+            self._ledger, f"eagleray:{name}", text, bounds=bounds, labels=labels, constant=self._model
+        )
         self._each.append(histogram)
         return histogram
 

@@ -26,8 +26,9 @@ NUMBER = struct.Struct("d")
 NAME_BYTES = RECORD_BYTES - NUMBER.size
 """Bytes of a record's name, a JSON array of strings padded with zeros. A number follows it."""
 
-NUM_RECORDS = 2048
-"""Capacity, far more than the number of names: buckets are fixed, and routes, methods and statuses are few."""
+NUM_RECORDS = 8192
+"""Capacity, more than the number of names: buckets are fixed, routes, methods and statuses are few, and engines with
+labels of their own are limited (`requests.MAX_ENGINE_LABELS`)."""
 
 NAME = msgspec.json.Decoder(tuple[str, ...])
 

@@ -1,12 +1,15 @@
 """Latencies, sizes, parameters and finish reasons of requests, as their API server measures them.
 
-They carry no `engine` label, because a request may move from one engine to another.
+They carry no `engine` label, because a request may move from one engine to another, except for the time to the first
+token: it has the engine that sent the token.
 """
 
 from __future__ import annotations
 
 import time
 
+from eagleray.identity import EngineId
+from eagleray.messages.distributions import SECONDS
 from eagleray.messages.outputs import FinishReason
 from eagleray.metrics.families import Families
 
@@ -19,10 +22,8 @@ TOKEN_SECONDS = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-REQUEST_SECONDS = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
-    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
+MAX_ENGINE_LABELS = 200
+"""Number of engines that have a label of their own; the others share one, because a ledger has a fixed size."""
 
 
 def one_two_five(most: int) -> tuple[int, ...]:
@@ -38,7 +39,10 @@ class RequestMetrics:
         histogram = families.histogram
         tokens = one_two_five(MOST_TOKENS)
         self.first_token = histogram(
-            "time_to_first_token_seconds", "From the arrival of a request to its first token.", FIRST_TOKEN_SECONDS
+            "time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            FIRST_TOKEN_SECONDS,
+            ["engine"],
         )
         self.between_tokens = histogram(
             "inter_token_latency_seconds", "Between a token and the next one of a streamed completion.", TOKEN_SECONDS
@@ -49,10 +53,13 @@ class RequestMetrics:
             TOKEN_SECONDS,
         )
         self.latency = histogram(
-            "e2e_request_latency_seconds", "From the arrival of a request to the end of a completion.", REQUEST_SECONDS
+            "e2e_request_latency_seconds", "From the arrival of a request to the end of a completion.", SECONDS
         )
         self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
         self.generation_tokens = histogram("request_generation_tokens", "Tokens of a completion.", tokens)
+        self.max_generation_tokens = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest completion of a request.", tokens
+        )
         self.params_n = histogram("request_params_n", "Parameter `n` of the requests.", (1, 2, 5, 10, 20))
         self.params_max_tokens = histogram(
             "request_params_max_tokens", "Parameter `max_tokens` of the requests that set it.", tokens
@@ -93,20 +100,23 @@ class RequestTimer:
         self._first: float | None = None
         self._last = [0.0] * n
         self._num_tokens = [0] * n
+        self._most_tokens = 0
         self._running = set(range(n))
 
-    def first_token(self, at: float) -> None:
+    def first_token(self, at: float, engine: EngineId | None) -> None:
         """Record that the first token of any completion arrived at `at`, a time of `time.perf_counter`."""
         self._first = at
-        self._metrics.first_token.observe(self._first - self._arrival)
+        label = "other" if engine is None or engine.rank >= MAX_ENGINE_LABELS else str(engine.rank)
+        self._metrics.first_token.observe(self._first - self._arrival, label)
 
-    def tokens(self, index: int, count: int) -> None:
-        """Record that `count` more tokens of completion `index` arrived just now."""
+    def tokens(self, index: int, count: int, first_engine: EngineId | None) -> None:
+        """Record that `count` more tokens of completion `index` arrived just now. `first_engine`: the engine that sent
+        the first token of the request."""
         if count == 0:
             return
         now = time.perf_counter()
         if self._first is None:
-            self.first_token(now)
+            self.first_token(now, first_engine)
         if self._num_tokens[index]:
             # Tokens that come together share the time: the reader was slow, not the engine.
             self._metrics.between_tokens.observe((now - self._last[index]) / count)
@@ -118,6 +128,9 @@ class RequestTimer:
         completion."""
         now = time.perf_counter()
         self._running.discard(index)
+        self._most_tokens = max(self._most_tokens, num_tokens)
+        if not self._running:
+            self._metrics.max_generation_tokens.observe(self._most_tokens)
         self._metrics.finished[reason].add()
         self._metrics.generation_tokens.observe(num_tokens)
         self._metrics.latency.observe(now - self._arrival)

@@ -16,6 +16,7 @@ from eagleray.messages.steps import NewRow
 from eagleray.scheduler.adapters import AdapterInSlot
 from eagleray.scheduler.admission import check_admission
 from eagleray.scheduler.prefix import root_hash
+from eagleray.scheduler.timings import RequestTimes
 
 
 class AddressedChunk(NamedTuple):
@@ -71,6 +72,7 @@ class Request:
     """Version of the weights that made the last delivered token, as the client knows it."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache at the first admission; 0 again once reported to the client."""
+    times: RequestTimes = field(default_factory=RequestTimes)
     run: Run | None = None
 
     @property

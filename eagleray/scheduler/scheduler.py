@@ -30,6 +30,7 @@ from eagleray.scheduler.request import AddressedChunk, Request, Run, new_request
 from eagleray.scheduler.routed_experts import RoutedExpertsStore
 from eagleray.scheduler.running import InFlightStep, RowTable, StepDraft
 from eagleray.scheduler.stats import Counters, SchedulerStats
+from eagleray.scheduler.timings import EngineHistograms
 from eagleray.scheduler.waiting import Backlog
 
 
@@ -93,6 +94,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._early_chunks: list[AddressedChunk] = []
         self._counters = Counters()
+        self._histograms = EngineHistograms()
 
     @property
     def has_work(self) -> bool:
@@ -117,6 +119,7 @@ class Scheduler:
             num_kv_blocks=self._cache.num_blocks,
             num_free_kv_blocks=self._cache.num_free_blocks,
             update=self._update,
+            distributions=self._histograms.report(),
             **asdict(self._counters),
         )
 
@@ -274,6 +277,7 @@ class Scheduler:
         flight = self._in_flight.popleft()
         assert flight.step == result.step, f"step {flight.step} is next to be applied, not {result.step}"
         self._counters.num_steps += 1
+        self._histograms.on_step(sum(flight.runs.values()))
         tokens = dict(zip(result.rows, result.token_ids, strict=True))
         failures = {failure.row: failure for failure in result.failures}
         deltas = [b""] * len(flight.runs) if self._routed is None else self._routed.store(result, flight.runs)
@@ -375,6 +379,7 @@ class Scheduler:
         draft.add(run, num_tokens)
         if not request.was_started:
             self._count_lookup(request, num_cached)
+            self._histograms.on_admitted(request.times)
             if request.announce_start:
                 self._early_chunks.append(
                     AddressedChunk(request.client, Chunk(request_id=request.request_id, is_started=True))
@@ -405,6 +410,7 @@ class Scheduler:
         """Return the request to the waiting queue with its tokens, of which none counts as computed."""
         self._end_run(run)
         self._waiting.push(run.request)
+        run.request.times.num_preemptions += 1
         self._counters.num_preemptions += 1
 
     # Parts of apply().
@@ -425,6 +431,8 @@ class Scheduler:
         new_version = None if weight_version == request.weight_version else weight_version
         request.weight_version = weight_version
         finish = request.append(token_id)
+        if request.times.first_token_at is None:
+            self._histograms.on_first_token(request.times)
         self._cache.commit(run)
         if finish is not None:
             self._remove(request)
@@ -463,6 +471,7 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         """Remove a request from the queue, the quarantine or its row."""
         del self._requests[request.client, request.request_id]
+        self._histograms.on_ended(request.times)
         if request.adapter is not None:
             self.adapters.release(request.adapter)
         self._waiting.on_finished(request, has_row=request.run is not None)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from eagleray.messages.distributions import EngineDistributions
+
 
 @dataclass(slots=True)
 class Counters:
@@ -33,3 +35,4 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_queries: int
     num_prefix_hits: int
     update: int
+    distributions: EngineDistributions

@@ -152,7 +152,7 @@ class Generation:
             return [], False
         self._record_prompt(delta)
         for output in delta.outputs:
-            self._timer.tokens(output.index, len(output.token_ids))
+            self._timer.tokens(output.index, len(output.token_ids), self._stream.first_token_engine)
             self._count(output)
         if self._wants_prompt_logprobs:
             self._held += delta.outputs
@@ -175,7 +175,7 @@ class Generation:
         """Return the whole output when it is complete, without log-probabilities: `collect` gets them in parts."""
         await self._stream.wait_until_finished()
         if self._stream.first_token_at is not None:
-            self._timer.first_token(self._stream.first_token_at)
+            self._timer.first_token(self._stream.first_token_at, self._stream.first_token_engine)
         if self._has_logprobs or self._wants_prompt_logprobs:
             async for delta in self._stream:
                 self._record_prompt(delta)

@@ -67,6 +67,8 @@ class Service:
             ledger,
             stats=lambda: client.stats.values(),
             expert_load=lambda: client.expert_load.values(),
+            engine_info=lambda: client.engine_info,
+            has_vllm_names=config.observability.enable_vllm_metrics,
         )
         client.observe_recovery(self.metrics.recovery)
         self.created = int(time.time())

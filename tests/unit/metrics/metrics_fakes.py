@@ -8,9 +8,12 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from eagleray.messages.membership import EngineInfo
 from eagleray.messages.outputs import EngineStats, ExpertLoad
 from eagleray.metrics.exposition import Metrics
 from eagleray.metrics.ledger import Ledger
+
+INFO = EngineInfo(architecture="tiny", vocab_size=100, max_model_len=64, block_size=16, num_kv_blocks=8)
 
 Make = Callable[..., Metrics]
 
@@ -20,9 +23,21 @@ def instance(directory: Path) -> Iterator[Make]:
     """Yield a function that makes the metrics of a server of this instance: `make(stats, server)`."""
     with contextlib.ExitStack() as stack:
 
-        def make(stats: Iterable[EngineStats] = (), server: int = 0, expert_load: Iterable[ExpertLoad] = ()) -> Metrics:
+        def make(
+            stats: Iterable[EngineStats] = (),
+            server: int = 0,
+            expert_load: Iterable[ExpertLoad] = (),
+            has_vllm_names: bool = False,
+        ) -> Metrics:
             ledger = stack.enter_context(contextlib.closing(Ledger.open(directory, server)))
-            return Metrics("tiny", ledger, stats=lambda: stats, expert_load=lambda: expert_load)
+            return Metrics(
+                "tiny",
+                ledger,
+                stats=lambda: stats,
+                expert_load=lambda: expert_load,
+                engine_info=lambda: INFO,
+                has_vllm_names=has_vllm_names,
+            )
 
         yield make
 

@@ -12,8 +12,12 @@ from metrics_fakes import families, samples
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagleray.identity import EngineId
+from eagleray.messages.distributions import BOUNDS, Distribution, EngineDistributions
 from eagleray.messages.outputs import EngineStats, ExpertLoad, FinishReason
 from eagleray.metrics.experts import ExpertText
+from eagleray.metrics.vllm_names import SHARED_NAMES
+
+ENGINE = EngineId("test", 0)
 
 STATS = EngineStats(
     engine=EngineId("test", 3),
@@ -80,18 +84,85 @@ def test_engine_collector_engine_without_stats_is_omitted(make):
     assert samples(metrics)["eagleray:num_requests_running", "3"] == 4
 
 
+def distributions(**counted):
+    empty = {name: Distribution([0] * (len(bounds) + 1), 0.0) for name, bounds in BOUNDS.items()}
+    return EngineDistributions(**empty | counted)
+
+
+def test_engine_collector_reports_histograms_of_the_engine(make):
+    counts = [1, 2, 0, 0, 0, 0, 0, 4]
+    values = samples(make([of(2, distributions=distributions(preemptions=Distribution(counts, 99.0)))]))
+    buckets = [
+        values["eagleray:request_num_preemptions_bucket", "2", bound] for bound in ("1.0", "2.0", "20.0", "+Inf")
+    ]
+    assert buckets == [1, 3, 3, 7]
+    assert values["eagleray:request_num_preemptions_sum", "2"] == 99
+    assert values["eagleray:request_num_preemptions_count", "2"] == 7
+    assert values["eagleray:request_queue_time_seconds_count", "2"] == 0
+    assert values["eagleray:iteration_tokens_total_count", "2"] == 0
+
+
+def test_engine_collector_shows_cache_config(make):
+    [sample] = families(make([STATS]))["eagleray:cache_config_info"].samples
+    assert sample.labels == {"model_name": "tiny", "engine": "3", "num_gpu_blocks": "8", "block_size": "16"}
+    assert sample.value == 1
+
+
+def test_first_token_of_engine_beyond_the_labels_is_other(make):
+    metrics = make()
+    for rank in (0, 199, 200, 5000):
+        begin(metrics).first_token(time.perf_counter(), EngineId("test", rank))
+    values = samples(metrics)
+    counts = {key[1]: value for key, value in values.items() if key[0] == "eagleray:time_to_first_token_seconds_count"}
+    assert counts == {"0": 1, "199": 1, "other": 2}
+
+
+def test_vllm_names_show_the_same_values(make):
+    metrics = make([of(0, distributions=distributions())], has_vllm_names=True)
+    timer = begin(metrics)
+    timer.tokens(0, 1, ENGINE)
+    timer.finished(0, FinishReason.STOP, 1)
+    found = families(metrics)
+    shared = {name.removeprefix("vllm:") for name in found if name.startswith("vllm:")}
+    assert shared == SHARED_NAMES
+    for name in shared:
+        ours, theirs = found[f"eagleray:{name}"], found[f"vllm:{name}"]
+        assert theirs.type == ours.type
+        assert theirs.documentation == ours.documentation
+        assert [(sample.name.removeprefix("vllm:"), sample.labels, sample.value) for sample in theirs.samples] == [
+            (sample.name.removeprefix("eagleray:"), sample.labels, sample.value) for sample in ours.samples
+        ]
+
+
+def test_vllm_names_are_off_by_default(make):
+    assert b"vllm:" not in make([STATS]).text()
+
+
+def test_request_metrics_longest_completion_is_counted_once(make):
+    metrics = make()
+    timer = begin(metrics, n=2)
+    timer.tokens(0, 3, ENGINE)
+    timer.tokens(1, 7, ENGINE)
+    timer.finished(1, FinishReason.STOP, 7)
+    assert samples(metrics)["eagleray:request_max_num_generation_tokens_count",] == 0
+    timer.ended(FinishReason.ABORT)
+    values = samples(metrics)
+    assert values["eagleray:request_max_num_generation_tokens_sum",] == 7
+    assert values["eagleray:request_max_num_generation_tokens_count",] == 1
+
+
 def test_request_metrics_streamed_request_is_measured(make):
     metrics = make()
     timer = begin(metrics)
-    timer.tokens(0, 1)
-    timer.tokens(0, 0)
-    timer.tokens(0, 1)
-    timer.tokens(0, 3)
+    timer.tokens(0, 1, ENGINE)
+    timer.tokens(0, 0, ENGINE)
+    timer.tokens(0, 1, ENGINE)
+    timer.tokens(0, 3, ENGINE)
     timer.finished(0, FinishReason.STOP, 5)
     timer.ended(FinishReason.ABORT)
     values = samples(metrics)
+    assert values["eagleray:time_to_first_token_seconds_count", "0"] == 1
     for name, count in [
-        ("time_to_first_token_seconds", 1),
         ("inter_token_latency_seconds", 2),
         ("request_time_per_output_token_seconds", 1),
         ("e2e_request_latency_seconds", 1),
@@ -106,21 +177,21 @@ def test_request_metrics_streamed_request_is_measured(make):
     ]:
         assert (values[f"eagleray:{name}_count",], values[f"eagleray:{name}_sum",]) == (1, total)
     success = {reason: values["eagleray:request_success_total", reason] for reason in FinishReason}
-    assert success == {"stop": 1, "length": 0, "abort": 0, "error": 0}
+    assert success == {"stop": 1, "length": 0, "abort": 0, "error": 0, "repetition": 0}
 
 
 def test_request_metrics_unfinished_completions_get_the_requests_reason(make):
     metrics = make()
     timer = begin(metrics, n=3, max_tokens=None)
-    timer.tokens(1, 2)
+    timer.tokens(1, 2, ENGINE)
     timer.finished(1, FinishReason.LENGTH, 2)
-    timer.tokens(2, 4)
+    timer.tokens(2, 4, ENGINE)
     timer.ended(FinishReason.ERROR)
     timer.ended(FinishReason.ERROR)
     values = samples(metrics)
     assert values["eagleray:request_success_total", "length"] == 1
     assert values["eagleray:request_success_total", "error"] == 2
-    assert values["eagleray:time_to_first_token_seconds_count",] == 1
+    assert values["eagleray:time_to_first_token_seconds_count", "0"] == 1
     assert values["eagleray:request_generation_tokens_sum",] == 6
     assert values["eagleray:request_params_max_tokens_count",] == 0
 
@@ -172,7 +243,9 @@ def test_recovery_metrics_resumed_and_failed_requests_are_counted(make):
     ],
 )
 def test_histogram_buckets_equal_vllms(make, name, bounds):
-    family = families(make())[f"eagleray:{name}"]
+    metrics = make()
+    begin(metrics).tokens(0, 1, ENGINE)
+    family = families(metrics)[f"eagleray:{name}"]
     found = [float(sample.labels["le"]) for sample in family.samples if sample.name.endswith("_bucket")]
     assert found[: len(bounds)] == bounds
     assert found[-1] == math.inf
@@ -184,13 +257,13 @@ def test_metrics_any_server_reports_totals_of_all(make):
     two.requests.http_answered("/live", "GET", 200)
     two.requests.http_answered("/load", "GET", 200)
     for server in (one, two):
-        begin(server).first_token(time.perf_counter())
+        begin(server).first_token(time.perf_counter(), ENGINE)
     for server in (one, two):
         values = samples(server)
         assert values["eagleray:http_requests_total", "GET", "/live", "200"] == 2
         assert values["eagleray:http_requests_total", "GET", "/load", "200"] == 1
-        assert values["eagleray:time_to_first_token_seconds_count",] == 2
-        assert values["eagleray:time_to_first_token_seconds_bucket", "+Inf"] == 2
+        assert values["eagleray:time_to_first_token_seconds_count", "0"] == 2
+        assert values["eagleray:time_to_first_token_seconds_bucket", "0", "+Inf"] == 2
         assert values["eagleray:num_requests_running", "3"] == 4  # an engine's load is one value, whoever tells it
         assert values["eagleray:generation_tokens_total", "3"] == 200
 

@@ -347,5 +347,5 @@ def serving(checkpoint: Path, **options: Any) -> Iterator[Api]:
 
 
 def stats(engine: EngineId = ENGINE, **numbers: int) -> EngineStats:
-    names = [name for name in EngineStats.__struct_fields__ if name != "engine"]
+    names = [name for name in EngineStats.__struct_fields__ if name not in ("engine", "distributions")]
     return EngineStats(engine=engine, **{name: numbers.get(name, 0) for name in names})

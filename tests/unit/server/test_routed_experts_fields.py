@@ -204,10 +204,10 @@ def test_routed_experts_without_tokens_are_no_first_token(api, stream):
         await call.task
 
     api.run(scenario())
-    assert metrics(api)["eagleray:time_to_first_token_seconds_count",] == 0
+    assert ("eagleray:time_to_first_token_seconds_count", "0") not in metrics(api)
     api.engine.script = lambda request: speak(api, request)
     choice(api, GENERATE)
-    assert metrics(api)["eagleray:time_to_first_token_seconds_count",] == 1
+    assert metrics(api)["eagleray:time_to_first_token_seconds_count", "0"] == 1
 
 
 def test_metrics_have_the_load_of_experts(api):

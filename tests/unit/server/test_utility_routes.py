@@ -99,7 +99,7 @@ def test_metrics_after_requests_count_them(api):
     }
     assert values["eagleray:num_requests_running", "0"] == 3
     assert values["eagleray:request_success_total", "length"] == 2
-    assert values["eagleray:time_to_first_token_seconds_count",] == 2
+    assert values["eagleray:time_to_first_token_seconds_count", "0"] == 2
     assert values["eagleray:inter_token_latency_seconds_count",] == 2
     assert values["eagleray:request_generation_tokens_sum",] == 6
     assert values["eagleray:http_requests_total", "/v1/completions", "200", "POST"] == 2
