@@ -1,6 +1,7 @@
 """Cost of low-rank adapters: time per token of 16 concurrent requests without adapters, with one, and with 32.
 
-python benchmarks/lora.py [--model dense-0.6b] [--rank 8] [--tokens 64] [--repeat 5] [--threads N] [--trial]
+python benchmarks/lora.py [--model dense-0.6b] [--rank 8] [--targets q_proj v_proj] [--tokens 64]
+    [--repeat 5] [--threads N] [--trial]
 
 All variants alternate on one engine, which has 32 adapters loaded; with 32, every request has a different one, and the
 next run takes the other half of them. `option off` runs on a second engine, without the option. `--trial` runs
@@ -15,6 +16,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ from eagleray_bench.alternating_runs import AlternatingRuns
 NUM_REQUESTS = 16
 NUM_ADAPTERS = 32
 PROMPT_TOKENS = 16
+ALL_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 VARIANTS = {"option off": 0, "no adapter": 0, "1 adapter": 1, "32 adapters": NUM_ADAPTERS}
 """Number of adapters that the requests of each variant choose from."""
 
@@ -36,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="dense-0.6b", choices=list(SHAPES))
     parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--targets", nargs="+", default=ALL_TARGETS, metavar="MODULE", help=f"some of {ALL_TARGETS}")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--threads", type=int)
@@ -46,9 +50,11 @@ def main() -> None:
     repeat = 1 if arguments.trial else arguments.repeat
     checkpoint = make(name, arguments.directory)
     with tempfile.TemporaryDirectory() as directory:
-        adapters = [write_adapter(Path(directory) / str(i), checkpoint, arguments.rank) for i in range(NUM_ADAPTERS)]
+        paths = [Path(directory) / str(i) for i in range(NUM_ADAPTERS)]
+        adapters = [write_adapter(path, checkpoint, arguments.rank, arguments.targets) for path in paths]
         seconds = measure(checkpoint, adapters, arguments.rank, arguments.tokens, repeat, arguments.threads)
-    print(f"{name}, rank {arguments.rank}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"{name}, rank {arguments.rank}, {' '.join(arguments.targets)}")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     print(f"ms per token of {NUM_REQUESTS} requests, {repeat} runs in turn: median (lowest to highest); ratio")
     first = statistics.median(seconds["no adapter"])
     for variant, times in seconds.items():
@@ -56,14 +62,14 @@ def main() -> None:
         print(f"  {variant:<14}{1e3 * median:>9.2f} {spread:<22}{median / first:.3f}")
 
 
-def write_adapter(directory: Path, checkpoint: Path, rank: int) -> Path:
-    """Write random factors for every projection of the checkpoint, in PEFT's format."""
+def write_adapter(directory: Path, checkpoint: Path, rank: int, targets: Sequence[str]) -> Path:
+    """Write random factors for these projections of the checkpoint, in PEFT's format."""
     directory.mkdir()
     tensors = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
-                if name.endswith("_proj.weight"):
+                if name.endswith(tuple(f".{target}.weight" for target in targets)):
                     outputs, inputs = file.get_slice(name).get_shape()
                     module = "base_model.model." + name.removesuffix(".weight")
                     tensors[f"{module}.lora_A.weight"] = 0.02 * torch.randn(rank, inputs, dtype=torch.bfloat16)

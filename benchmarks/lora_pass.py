@@ -1,6 +1,6 @@
 """Cost of low-rank adapters in a pass on a CPU: time per token of 16 requests, with the products of the layers apart.
 
-python benchmarks/lora_pass.py [--model dense-0.6b] [--rank 8] [--repeat 20] [--threads 1]
+python benchmarks/lora_pass.py [--model dense-0.6b] [--rank 8] [--targets q_proj v_proj] [--repeat 20] [--threads 1]
 
 32 adapters are loaded; no request has one, all share one, each has another of 16, or another of 32, of which every
 second turn takes the other half. The variants alternate. The first table has the lowest times of whole passes with
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from forward import BLOCK, make_batch
-from lora import NUM_ADAPTERS, NUM_REQUESTS, write_adapter
+from lora import ALL_TARGETS, NUM_ADAPTERS, NUM_REQUESTS, write_adapter
 from shapes import SHAPES, make
 
 from eagleray.kernels.cpu.abi import abi
@@ -52,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="dense-0.6b", choices=list(SHAPES))
     parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--targets", nargs="+", default=ALL_TARGETS, metavar="MODULE", help=f"some of {ALL_TARGETS}")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "eagleray-benchmarks")
@@ -65,9 +66,12 @@ def main() -> None:
     assert model.adapters is not None
     with tempfile.TemporaryDirectory() as directory:
         for slot in range(NUM_ADAPTERS):
-            model.adapters.load(slot, write_adapter(Path(directory) / str(slot), checkpoint, arguments.rank))
+            model.adapters.load(
+                slot, write_adapter(Path(directory) / str(slot), checkpoint, arguments.rank, arguments.targets)
+            )
     load = os.getloadavg()[0]
-    print(f"{arguments.model}, rank {arguments.rank}, {arguments.threads} threads, load {load:.1f}; lowest times in ms")
+    print(f"{arguments.model}, rank {arguments.rank}, {' '.join(arguments.targets)}, {arguments.threads} threads")
+    print(f"load {load:.1f}; lowest times in ms")
     with torch.inference_mode():
         _print(*_measure(model, arguments.repeat, arguments.threads))
 
