@@ -87,6 +87,7 @@ class EngineKeywords(TypedDict, total=False):
     watchdog_timeout: float | str | None
     weight_update_timeout: float | str | None
     log_level: Literal["debug", "info", "warning", "error"] | str | None
+    disable_log_stats: bool | None
     enable_vllm_metrics: bool | None
 
 
@@ -141,7 +142,6 @@ class LLMKeywords(EngineKeywords, total=False):
     disable_frontend_multiprocessing: bool | None
     disable_hybrid_kv_cache_manager: bool | None
     disable_log_requests: bool | None
-    disable_log_stats: bool | None
     disable_mm_preprocessor_cache: Any
     disable_nccl_for_dp_synchronization: bool | None
     disable_sliding_window: bool | None

@@ -14,6 +14,9 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe message that is logged.")
     ] = "info"
+    disable_log_stats: Annotated[
+        bool, Meta(description="Log no line of statistics every ten seconds while a server has work.")
+    ] = False
     enable_vllm_metrics: Annotated[
         bool,
         Meta(description="Show metrics that vLLM has too under its names (`vllm:…`) as well, for its dashboards."),

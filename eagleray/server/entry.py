@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,7 @@ from eagleray.client.client import Client
 from eagleray.config.serving import ServingConfig
 from eagleray.messages.lifecycle import ApiServerSpec
 from eagleray.metrics.ledger import Ledger
+from eagleray.metrics.statistics_log import StatisticsLog
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.process.open_files import open_files_limit
 from eagleray.process.parent import Parent
@@ -37,12 +38,14 @@ from eagleray.transport.runtime_dir import no_room
 
 class _Server(uvicorn.Server):
     """uvicorn's server with our acceptor and protocol. Raises `ConfigError` for certificates that do not fit, and for
-    middleware that cannot be used.
+    middleware that cannot be used. `on_tick` is called once a second or more often.
 
     It handles no signals, because the supervisor decides when it stops, and how long requests may take then.
     """
 
-    def __init__(self, app: RequestMiddleware, options: ServingConfig, counts: ConnectionCounts) -> None:
+    def __init__(
+        self, app: RequestMiddleware, options: ServingConfig, counts: ConnectionCounts, on_tick: Callable[[], None]
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 with_middleware(app, options.middleware),
@@ -57,6 +60,7 @@ class _Server(uvicorn.Server):
         )
         self.servers = []  # uvicorn's own listeners
         self._counts = counts
+        self._on_server_tick = on_tick
         self._connections = HttpConnections(
             options,
             self.server_state,
@@ -89,6 +93,7 @@ class _Server(uvicorn.Server):
         assert self._acceptor is not None
         self._acceptor.report()
         self._certificates.refresh()
+        self._on_server_tick()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._acceptor is not None:
@@ -116,7 +121,8 @@ def run(payload: bytes, parent: Parent) -> None:
 
 async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: ConnectionCounts) -> None:
     client = Client.open(spec.client, spec.config, Path(spec.runtime_dir), host=spec.host)
-    server = _Server(create_app(client, spec.config, ledger), spec.config.serving, counts)
+    app = create_app(client, spec.config, ledger)
+    server = _Server(app, spec.config.serving, counts, on_tick=_statistics_tick(client, spec))
     freeze_gc()
     parent.report_bound(client.address)
     with socket.socket(fileno=spec.listener_fd) as listener:
@@ -133,6 +139,15 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: Co
             await serving
         stopping.cancel()
         await reading
+
+
+def _statistics_tick(client: Client, spec: ApiServerSpec) -> Callable[[], None]:
+    """Return the function that logs statistics when it is time. One server of an instance does, since each has the
+    stats of all engines."""
+    if spec.client.index != 0 or spec.config.observability.disable_log_stats:
+        return lambda: None
+    log = StatisticsLog(lambda: client.stats.values(), time.monotonic())
+    return lambda: log.tick(time.monotonic())
 
 
 async def _accept(server: _Server, listener: socket.socket, client: Client) -> None:
