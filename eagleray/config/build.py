@@ -10,7 +10,14 @@ import msgspec
 from eagleray.config.http_options import check_http
 from eagleray.config.lora_modules import check_lora
 from eagleray.config.option_values import integer
-from eagleray.config.resolve import cache_bytes, check_executor, check_experts, check_fleet, check_instance_name
+from eagleray.config.resolve import (
+    cache_bytes,
+    check_executor,
+    check_experts,
+    check_fleet,
+    check_instance_name,
+    check_names,
+)
 from eagleray.config.sections import Config
 from eagleray.config.serving import JSON_LISTS, REPEATED
 from eagleray.config.suggestions import suggest
@@ -46,6 +53,8 @@ def build_config(**options: Any) -> Config:
         except msgspec.ValidationError as error:
             raise ConfigError(_explain(error)) from None
     config = Config(**built)
+    _check_sendable(config)
+    check_names(config.model)
     cache_bytes(config.cache)  # a size that cannot be read is an error now, not when the cache is allocated
     check_instance_name(config)
     check_http(config.serving)
@@ -101,6 +110,8 @@ def _shape(name: str, value: Any) -> Any:
             return msgspec.json.decode(value)
         except msgspec.DecodeError as error:
             raise ConfigError(f"option `{name}`: expected a JSON object, but {value!r} is none: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"option `{name}`: the JSON object is nested too deeply") from None
     if kind is int and value != "auto":
         try:
             return integer(value)
@@ -109,6 +120,23 @@ def _shape(name: str, value: Any) -> Any:
     if get_origin(kind) is Literal and value not in get_args(kind):
         raise ConfigError(f"option `{name}`: must be one of {', '.join(get_args(kind))}, but it is {value!r}")
     return [value] if get_origin(kind) is list else value
+
+
+def _check_sendable(config: Config) -> None:
+    """Raise `ConfigError` for a value that cannot be sent to the processes of engines."""
+    for section in msgspec.structs.fields(Config):
+        for name, value in msgspec.structs.asdict(getattr(config, section.name)).items():
+            try:
+                msgspec.msgpack.encode(value)
+            except OverflowError:
+                reason = "a number is too large: integers have at most 64 bits"
+            except UnicodeEncodeError:
+                reason = "the text is not valid Unicode: write it in UTF-8"
+            except RecursionError:
+                reason = "the value is nested too deeply"
+            else:
+                continue
+            raise ConfigError(f"option `{name}`: {reason}")
 
 
 def _only_text(value: Any) -> str | None:

@@ -169,6 +169,14 @@ def check_executor(config: Config) -> None:
             )
 
 
+def check_names(model: ModelConfig) -> None:
+    """Raise `ConfigError` for an empty model or name, as scripts give whose variable is not set."""
+    if model.model is not None and not model.model.strip():
+        raise ConfigError("option `model` is empty: give a directory, a model id or a URL, or drop the option")
+    if not all(name.strip() for name in model.served_model_name):
+        raise ConfigError("option `served_model_name`: a name is empty: give one that is not, or drop the option")
+
+
 def check_instance_name(config: Config) -> None:
     """Raise `ConfigError` for a name that cannot be a part of the names of actors."""
     name = config.execution.instance_name
