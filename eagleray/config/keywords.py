@@ -133,7 +133,6 @@ class LLMKeywords(EngineKeywords, total=False):
     device_config: Any
     device_ids: Any
     diffusion_config: Any
-    disable_access_log_for_endpoints: Any
     disable_async_output_proc: Any
     disable_cascade_attn: bool | None
     disable_chunked_mm_input: bool | None
@@ -145,7 +144,6 @@ class LLMKeywords(EngineKeywords, total=False):
     disable_mm_preprocessor_cache: Any
     disable_nccl_for_dp_synchronization: bool | None
     disable_sliding_window: bool | None
-    disable_uvicorn_access_log: bool | None
     distributed_executor_backend: Any
     distributed_timeout_seconds: Any
     dp_supervisor_probe_failure_threshold: Any

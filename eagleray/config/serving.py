@@ -67,6 +67,17 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chat_template_timeout: Annotated[
         Seconds, Meta(description="Seconds that the chat template may take for one conversation.")
     ] = 10.0
+    disable_uvicorn_access_log: Annotated[
+        bool,
+        Meta(
+            description="Log no line for each HTTP request. Without this, requests are logged by method, path, status, "
+            "time, number of tokens and id, but not probes and scrapes that succeed."
+        ),
+    ] = False
+    disable_access_log_for_endpoints: Annotated[
+        str | None,
+        Meta(description="Routes, divided by commas, whose requests are not logged, such as /v1/models,/tokenize."),
+    ] = None
     enable_prompt_tokens_details: Annotated[
         bool, Meta(description="Show in the usage how many tokens of the prompt were cached.")
     ] = False

@@ -163,7 +163,6 @@ NO_EFFECT = {
     ),
     "no metric is hidden": "show_hidden_metrics_for_version",
     "there is nothing to sample": "kv_cache_metrics_sample per_request_spec_decode_metrics",
-    "there is no log of accesses": "disable_uvicorn_access_log disable_access_log_for_endpoints",
     "requests and answers are not logged": "max_log_len enable_log_deltas disable_log_requests",
     "there are no models of Cohere": "cohere_is_reasoning_model cohere_format",
     "variables that are not known are ignored": "fail_on_environ_validation",

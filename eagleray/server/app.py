@@ -48,8 +48,9 @@ from eagleray.server.weight_checker import WeightCheckerRoute
 from eagleray.server.weight_routes import weight_endpoints
 
 
-def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddleware:
+def create_app(client: Client, config: Config, ledger: Ledger, *, has_access_log: bool = False) -> RequestMiddleware:
     """Return the application, which sends requests to `client` and counts in `ledger`. The caller closes both.
+    `has_access_log`: whether requests are logged, as the options of the HTTP server say.
 
     Raises `CheckpointError` for an invalid generation_config.json.
     """
@@ -101,7 +102,7 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
     # `methods=None`: an endpoint refuses other methods itself, so that the refusal looks like every other error.
     routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]
     router = Router(routes, redirect_slashes=False, default=_unknown_route)
-    return RequestMiddleware(router, endpoints, config, service.metrics.requests)
+    return RequestMiddleware(router, endpoints, config, service.metrics.requests, has_access_log=has_access_log)
 
 
 def _openapi_endpoint(endpoints: list[Endpoint], service: Service, options: ServingConfig) -> Endpoint:

@@ -22,6 +22,7 @@ from eagleray.config.sections import Config
 from eagleray.errors import InvalidRequest
 from eagleray.log import get_logger
 from eagleray.metrics.requests import RequestMetrics
+from eagleray.server.access_log import AccessLog
 from eagleray.server.body import IGNORED_FIELDS
 from eagleray.server.cross_origin import CrossOrigin, is_preflight
 from eagleray.server.error_responses import WRONG_METHOD, ErrorForm, HttpError, RefusedRequest, error_response
@@ -102,7 +103,15 @@ class Endpoint:
 class RequestMiddleware:
     """ASGI middleware around the router of `endpoints`. Handlers find `request_id` and `arrival` in the state."""
 
-    def __init__(self, router: ASGIApp, endpoints: list[Endpoint], config: Config, metrics: RequestMetrics) -> None:
+    def __init__(
+        self,
+        router: ASGIApp,
+        endpoints: list[Endpoint],
+        config: Config,
+        metrics: RequestMetrics,
+        *,
+        has_access_log: bool,
+    ) -> None:
         self._router = router
         self.open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open)
         """Paths that need no API key, because they show nothing but the server's state."""
@@ -110,6 +119,7 @@ class RequestMiddleware:
         self._keys = KeyCheck(open_paths=self.open_paths, control_paths=self._control_paths, config=config)
         self._error_forms = {endpoint.path: form for endpoint in endpoints if (form := endpoint.error_form)}
         self._metrics = metrics
+        self._access_log = AccessLog(config.serving, self.open_paths) if has_access_log else None
         self._cross_origin = CrossOrigin(config.serving)
         self._root_path = config.serving.url_prefix
 
@@ -143,7 +153,11 @@ class RequestMiddleware:
             endpoint = scope.get("endpoint")
             route = endpoint.path if isinstance(endpoint, Endpoint) else "unknown"
             method = scope["method"] if scope["method"] in METHODS else "other"
-            self._metrics.http_answered(route, method, answer.status or CLIENT_GONE)
+            status = answer.status or CLIENT_GONE
+            self._metrics.http_answered(route, method, status)
+            if self._access_log is not None:
+                seconds = time.perf_counter() - state["arrival"]
+                self._access_log.write(scope, route, status, seconds, answer.request_id)
 
     def _set_route_path(self, scope: Scope) -> str:
         """Set the path so that a slash at its end does not matter. Return the path that the router matches: without

@@ -121,7 +121,7 @@ def run(payload: bytes, parent: Parent) -> None:
 
 async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: ConnectionCounts) -> None:
     client = Client.open(spec.client, spec.config, Path(spec.runtime_dir), host=spec.host)
-    app = create_app(client, spec.config, ledger)
+    app = create_app(client, spec.config, ledger, has_access_log=True)
     server = _Server(app, spec.config.serving, counts, on_tick=_statistics_tick(client, spec))
     freeze_gc()
     parent.report_bound(client.address)

@@ -22,6 +22,7 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams, resolve_all_logprobs
+from eagleray.server.access_log import USAGE
 from eagleray.server.body import RefusedBody, field_names
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import ErrorForm, HttpError
@@ -138,6 +139,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     def __init__(self, service: Service, body: Body, request: Request) -> None:
         """Raise `InvalidRequest` for wrong parameters or headers, and for fields that could have no effect."""
         self.service = service
+        self._state = request.scope["state"]
         self.body = body
         self.created = int(time.time())
         self.adapter = service.find_model(body.model)
@@ -202,6 +204,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         """Generate, and return the whole answer."""
         choices: list[Any] = []
         async with GenerationGroup(self.service, self.task, self.make_prompts) as group:
+            self._state[USAGE] = group.usage
             await group.wait_until_ended()
             for generation in group.generations:
                 choices += await self._choices(generation)
@@ -232,6 +235,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         """Generate, and emit the deltas as events while they come."""
         shows_usage, shows_usage_so_far = self._shown_usage()
         async with GenerationGroup(self.service, self.task, self.make_prompts) as group:
+            self._state[USAGE] = group.usage
             self.streamed_details = group.prompt_details
             # As in OpenAI's API: null in the events before the one that shows the usage.
             self.usage = group.usage if shows_usage_so_far else None if shows_usage else UNSET

@@ -192,7 +192,7 @@ class Api:
             inbox=self.engine,
             outbox=self.engine,
         )
-        self.app = create_app(self.client, self.config, self.ledger)
+        self.app = create_app(self.client, self.config, self.ledger, has_access_log=True)
         self._reading = asyncio.create_task(self.client.run())
         if self.client.tokenizer is not None:
             self.speech = self.client.tokenizer.encode(SPEECH, add_special_tokens=False)
