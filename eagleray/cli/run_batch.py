@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import IO
 
+from eagleray.batch.locations import local_output, opened_input
 from eagleray.batch.output_file import OutputFile
 from eagleray.batch.run import Batch
 from eagleray.cli.options import program_options
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-file",
         required=True,
         metavar="FILE",
-        help="answers, appended one a line; rows that have one already are not sent again",
+        help="answers, appended one a line: a path or a URL; rows that have one already are not sent again",
     )
     parser.add_argument(
         "--max-concurrency", type=int, metavar="N", help="rows that are sent at the same time (default: as needed)"
@@ -53,8 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max_concurrency is not None and arguments.max_concurrency < 1:
         raise ConfigError(f"`--max-concurrency` must be at least 1, but it is {arguments.max_concurrency}")
     with contextlib.ExitStack() as stack:
-        rows = stack.enter_context(_opened(arguments.input_file))
-        output = stack.enter_context(contextlib.closing(_open_output(arguments.output_file)))
+        rows = stack.enter_context(opened_input(arguments.input_file))
+        path = stack.enter_context(local_output(arguments.output_file))
+        output = stack.enter_context(contextlib.closing(OutputFile.open(path)))
         config = EngineArgs(**program_options(arguments, sections=SECTIONS)).config()
         setup_logging("run-batch", config.observability.log_level)
         progress = Progress("rows", is_shown=not arguments.no_progress)
@@ -82,42 +82,3 @@ async def _run(config: Config, rows: IO[bytes], output: OutputFile, concurrency:
             await instance.guard(batch.run(rows, concurrency))
     finally:
         await instance.stop()
-
-
-def _open_output(path: str) -> OutputFile:
-    if "://" in path:
-        raise ConfigError(
-            f"--output-file {path!r}: must be a file of this host, because it is appended to row by row; copy it when "
-            "the batch has ended"
-        )
-    return OutputFile.open(Path(path).expanduser())
-
-
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[IO[bytes]]:
-    if "://" in path:
-        with _opened_url(path) as file:
-            yield file
-        return
-    try:
-        local = Path(path).expanduser().open("rb")
-    except OSError as error:
-        raise ConfigError(f"--input-file {path!r}: {error.strerror}") from None
-    with local:
-        yield local
-
-
-@contextlib.contextmanager
-def _opened_url(url: str) -> Iterator[IO[bytes]]:
-    try:
-        import fsspec
-    except ImportError:
-        raise ConfigError(
-            f"--input-file {url!r}: URLs are read by fsspec: install it with `pip install 'eagleray[fsspec]'`"
-        ) from None
-    try:
-        remote = fsspec.open(url, "rb").open()
-    except Exception as error:  # each file system of fsspec has errors of its own
-        raise ConfigError(f"--input-file {url!r}: cannot be read: {type(error).__name__}: {str(error)[:300]}") from None
-    with remote:
-        yield remote
