@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from eagleray.client.field_checks import MAX_TIMEOUT_SECONDS
 from eagleray.client.preprocess import MAX_COMPLETIONS, MAX_LOGPROB_TOKEN_IDS
+from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -19,6 +20,9 @@ from eagleray.messages.sampling import (
     RepetitionDetectionParams,
 )
 
+ShortText = Annotated[str, Meta(max_length=256)]
+"""Text that is repeated in events and for each prompt of a request, so that a long one would take much memory."""
+
 Timeout = Annotated[
     float,
     Meta(
@@ -27,6 +31,13 @@ Timeout = Annotated[
         description="Seconds after which the request is given up with an error. Default: as the server is set up.",
     ),
 ]
+
+
+def check_request_id(request_id: str | None, *, param: str = "request_id") -> str | None:
+    """Return the id that a body gives to its request. Raises `InvalidRequest` for one that logs could not show."""
+    if request_id is not None and not request_id.isprintable():
+        raise InvalidRequest(f"`{param}` must be made of printable characters", param=param)
+    return request_id
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):

@@ -18,7 +18,7 @@ from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.field_fates import GENERATE_FATES
-from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions, Timeout
+from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, ShortText, StreamOptions, Timeout
 from eagleray.server.generation import Generation, GenerationGroup, Usage, WeightVersionsField
 from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import (
@@ -70,7 +70,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Continue token ids."""
 
     request_id: Annotated[
-        str | None,
+        ShortText | None,
         Meta(description="Shown in the answer, and names the request in calls that abort it. Default: X-Request-Id."),
     ] = None
     model: str | None = None

@@ -27,7 +27,7 @@ from eagleray.server.body import RefusedBody, field_names
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import ErrorForm, HttpError
 from eagleray.server.field_fates import Fate
-from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions
+from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions, check_request_id
 from eagleray.server.generation import Generation, GenerationGroup, GenerationTask, PromptTokensDetails, Usage
 from eagleray.server.http_responses import (
     MSGPACK,
@@ -179,7 +179,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
                 param="routed_experts_format",
             )
         return GenerationTask(
-            request_id=_given_id(getattr(body, "request_id", None)) or request.scope["state"]["request_id"],
+            request_id=check_request_id(getattr(body, "request_id", None)) or request.scope["state"]["request_id"],
             arrival=request.scope["state"]["arrival"],
             num_prompts=self.num_prompts,
             params=params,
@@ -333,10 +333,3 @@ def make_sampling(values: Mapping[str, Any]) -> SamplingParams:
         del rest[wrong]
     reasons.check()
     return params
-
-
-def _given_id(request_id: str | None) -> str | None:
-    """Return the id that a body gives to its request. Raises `InvalidRequest` for one that logs could not show."""
-    if request_id is not None and not request_id.isprintable():
-        raise InvalidRequest("`request_id` must be made of printable characters", param="request_id")
-    return request_id

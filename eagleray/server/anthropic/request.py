@@ -20,8 +20,7 @@ from eagleray.server.field_fates import (
     ignored,
     refused,
 )
-from eagleray.server.fields import Timeout
-from eagleray.server.openai.requests import ShortText
+from eagleray.server.fields import ShortText, Timeout
 
 
 class ThinkingOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -7,11 +7,9 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from eagleray.server.chat_messages import Messages
-from eagleray.server.fields import SamplingFields, StreamOptions, Timeout
+from eagleray.server.fields import SamplingFields, ShortText, StreamOptions, Timeout
 from eagleray.server.prompt_truncation import KeptSide, TruncationLimit
 from eagleray.server.routed_experts import RoutedExpertsFormat
-
-ShortText = Annotated[str, Meta(max_length=256)]
 
 
 class OpenAIRequest(SamplingFields, kw_only=True):

@@ -12,7 +12,7 @@ from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.errors import InvalidRequest
 from eagleray.server.chat_messages import Messages
 from eagleray.server.field_fates import ACCEPTED, MEDIA, Fate, Feature, refused
-from eagleray.server.fields import Timeout
+from eagleray.server.fields import ShortText, Timeout
 from eagleray.server.prompt_parts import PromptField
 from eagleray.server.prompt_truncation import TruncationLimit
 
@@ -33,7 +33,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     """The fields that all bodies have."""
 
     model: Annotated[str | None, Meta(description="A name of /v1/models; may be left out.")] = None
-    request_id: Annotated[str | None, Meta(description="Shown in the answer. Default: X-Request-Id.")] = None
+    request_id: Annotated[ShortText | None, Meta(description="Shown in the answer. Default: X-Request-Id.")] = None
     priority: Annotated[
         int | None, Meta(description="Lower runs first. Only where the server schedules by priority.")
     ] = None

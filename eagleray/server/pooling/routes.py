@@ -28,6 +28,7 @@ from eagleray.config.pooling_spec import PoolingSpec
 from eagleray.errors import InvalidRequest
 from eagleray.messages.arrays import Array
 from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.fields import check_request_id
 from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.pooling import responses
 from eagleray.server.pooling.group import PROMPTS_AT_ONCE, PoolingJob, pool_prompts
@@ -103,7 +104,7 @@ class PoolingRoutes:
             self._service.check_open()
             adapter = self._service.find_model(body.model)
             answer = _Answer(
-                body.request_id or request.scope["state"]["request_id"],
+                check_request_id(body.request_id) or request.scope["state"]["request_id"],
                 int(time.time()),
                 self._service.model_name if adapter is None else adapter.name,
             )

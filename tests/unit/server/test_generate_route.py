@@ -347,6 +347,7 @@ def test_generate_without_a_tokenizer_works(checkpoint):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"request_id": "x" * 257}, "request_id"),
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": [320]}, "token_ids"),
         ({"token_ids": ["five"]}, "token_ids[0]"),

@@ -181,6 +181,8 @@ def test_embeddings_dimensions_need_a_model_that_was_trained_for_them(embedder):
         ({"input": [999999]}, "token id 999999 is out of range"),
         ({"input": [1] * 65}, "length is 64 tokens. The prompt is too long: it has 65 tokens; shorten it"),
         ({"input": "a", "encoding_format": "bytes"}, "encoding_format"),
+        ({"input": "a", "request_id": "x" * 257}, "`request_id`: expected `str` of length <= 256"),
+        ({"input": "a", "request_id": "x\n"}, "`request_id` must be made of printable characters"),
         ({"input": "a", "priority": 3}, "`priority` has no effect"),
     ],
 )

@@ -19,8 +19,7 @@ from eagleray.server.field_fates import (
     Feature,
     refused,
 )
-from eagleray.server.fields import Timeout
-from eagleray.server.openai.requests import ShortText
+from eagleray.server.fields import ShortText, Timeout
 from eagleray.server.openai.responses_api.input_items import InputItems
 
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
