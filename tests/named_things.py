@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-FOLDERS = ("eagleray", "bench", "scripts", "benchmarks", "tests", "docs", "examples")
+FOLDERS = ("eagleray", "deploy", "bench", "scripts", "benchmarks", "tests", "docs", "examples")
 OPTION_FILES = ("config/sections.py", "config/serving.py", "config/observability.py")
 """Modules whose fields are options."""
 FLAG_TABLE = "eagleray/config/vllm_table.py"
