@@ -15,6 +15,7 @@ from eagleray.client.request import RequestStream
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.outputs import FinishReason
 from eagleray.metrics.requests import RequestTimer
+from eagleray.server.pooling.prompts import PlaceOf, naming_place
 from eagleray.server.service import Service
 
 PROMPTS_AT_ONCE = 64
@@ -36,10 +37,14 @@ class PoolingJob(NamedTuple):
 
 
 async def pool_prompts(
-    service: Service, job: PoolingJob, num_prompts: int, make_prompts: Callable[[], Awaitable[Sequence[Prompt]]]
+    service: Service,
+    job: PoolingJob,
+    num_prompts: int,
+    make_prompts: Callable[[], Awaitable[Sequence[Prompt]]],
+    place_of: PlaceOf,
 ) -> list[PooledPrompt]:
     """Return the vectors of the prompts, in their order. `make_prompts` tokenizes them when the request has been
-    admitted. Whatever ends this early aborts all prompts.
+    admitted. `place_of` names a prompt's place in the body, for errors. Whatever ends this early aborts all prompts.
 
     Raises `InvalidRequest` or `Unavailable` (or `Overloaded`) and the error of the first prompt that fails.
     """
@@ -50,10 +55,11 @@ async def pool_prompts(
         try:
             prompts = await make_prompts()
             service.admission.check_size([prompt.token_ids or [] for prompt in prompts], POOLED, service.max_model_len)
-            for index, prompt in enumerate(prompts, 1):
-                sent.append(_send(service, job, prompt))
+            for index, prompt in enumerate(prompts):
+                with naming_place(place_of, index):
+                    sent.append(_send(service, job, prompt))
                 reservation.use(1)
-                if index % PROMPTS_AT_ONCE == 0:
+                if len(sent) % PROMPTS_AT_ONCE == 0:
                     await asyncio.sleep(0)
         finally:
             reservation.release()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,23 @@ from eagleray.server.service import Service
 
 TEXTS_AT_ONCE = 16
 """Number of short texts that are tokenized before the event loop serves others."""
+
+
+PlaceOf = Callable[[int], str]
+"""Returns the place of a prompt in the body, such as `input[3]`, by its number in the request."""
+
+
+@contextlib.contextmanager
+def naming_place(place_of: PlaceOf, index: int) -> Iterator[None]:
+    """Name the place of a prompt in the errors about it that are raised in the block."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param != "prompt":
+            raise
+        place, message = place_of(index), str(error)
+        named = message.replace("`prompt`", f"`{place}`", 1) if "`prompt`" in message else f"`{place}`: {message}"
+        raise type(error)(named, param=place) from None
 
 
 class PromptsBody(TruncationFields, Protocol):
@@ -59,6 +77,10 @@ class _KeptTokens(TruncationFields):
     truncate_prompt_tokens: int | None
     truncation_side: TruncationSide | None
 
+    @classmethod
+    def of(cls, given: TruncationFields) -> _KeptTokens:
+        return cls(given.truncate_prompt_tokens, given.truncation_side or "right")
+
 
 class PromptMaker:
     """The prompts of one request. Raises `InvalidRequest` for fields that contradict each other."""
@@ -84,33 +106,50 @@ class PromptMaker:
     def num_prompts(self) -> int:
         return len(self._parts) or 1
 
+    def place(self, index: int) -> str:
+        """Return the place of a prompt in the body."""
+        if self._body.messages is not None:
+            return "messages"
+        return f"input[{index}]" if len(self._parts) > 1 else "input"
+
     async def make(self) -> list[Prompt]:
         body = self._body
         if body.messages is None:
-            return await encode_prompts(self._service, self._parts, body, body.add_special_tokens is not False)
+            special = body.add_special_tokens is not False
+            return await encode_prompts(self._service, self._parts, body, special, self.place)
         self._service.text.check_messages(body.messages)
         text = await render_chat(self._service, body.messages, self._chat)
-        return await encode_prompts(self._service, [text], body, bool(body.add_special_tokens))
+        return await encode_prompts(self._service, [text], body, bool(body.add_special_tokens), self.place)
 
 
 async def encode_prompts(
-    service: Service, parts: Sequence[str | list[int]], limits: TruncationFields, add_special_tokens: bool
+    service: Service,
+    parts: Sequence[str | list[int]],
+    limits: TruncationFields,
+    add_special_tokens: bool,
+    place_of: PlaceOf,
 ) -> list[Prompt]:
     """Return the prompts of texts and token ids, as much of each as `limits` allow."""
-    kept = _KeptTokens(limits.truncate_prompt_tokens, limits.truncation_side or "right")
+    kept = _KeptTokens.of(limits)
     prompts = []
-    for index, part in enumerate(parts, 1):
-        if isinstance(part, str):
-            prompts.append(await encode_prompt(service, part, kept, add_special_tokens=add_special_tokens))
-        else:
-            prompts.append(Prompt(token_ids=limit_token_ids(service, part, kept)))
-        if index % TEXTS_AT_ONCE == 0:
+    for index, part in enumerate(parts):
+        with naming_place(place_of, index):
+            if isinstance(part, str):
+                prompts.append(await encode_prompt(service, part, kept, add_special_tokens=add_special_tokens))
+            else:
+                prompts.append(Prompt(token_ids=limit_token_ids(service, part, kept)))
+        if len(prompts) % TEXTS_AT_ONCE == 0:
             await asyncio.sleep(0)
     return prompts
 
 
 async def encode_pairs(
-    service: Service, pairs: Sequence[tuple[str, str]], body: PairFieldsOfPrompts, *, has_template: bool
+    service: Service,
+    pairs: Sequence[tuple[str, str]],
+    body: PairFieldsOfPrompts,
+    place_of: PlaceOf,
+    *,
+    has_template: bool,
 ) -> list[Prompt]:
     """Return a prompt for each pair: both texts in one, joined by the template if the server was given one.
 
@@ -118,8 +157,9 @@ async def encode_pairs(
     far more than the body of the request has. Raises `InvalidRequest` for too many.
     """
     variables = _pair_variables(body, has_template=has_template)
+    kept = _KeptTokens.of(body)
     prompts: list[Prompt] = []
-    for index, (first, second) in enumerate(pairs, 1):
+    for index, (first, second) in enumerate(pairs):
         text = first + second
         if has_template:
             text = await service.text.render(
@@ -131,9 +171,10 @@ async def encode_pairs(
                 tools=None,
                 documents=None,
             )
-        (prompt,) = await encode_prompts(service, [text], body, True)
+        with naming_place(place_of, index):
+            prompt = await encode_prompt(service, text, kept, add_special_tokens=True)
         prompts.append(Prompt(token_ids=prompt.token_ids))
-        if index % TEXTS_AT_ONCE == 0:
+        if len(prompts) % TEXTS_AT_ONCE == 0:
             service.admission.check_size([one.token_ids or [] for one in prompts], POOLED, service.max_model_len)
             await asyncio.sleep(0)
     return prompts

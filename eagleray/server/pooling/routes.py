@@ -32,7 +32,7 @@ from eagleray.server.fields import check_request_id
 from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.pooling import responses
 from eagleray.server.pooling.group import PROMPTS_AT_ONCE, PoolingJob, pool_prompts
-from eagleray.server.pooling.prompts import PromptMaker, encode_pairs, encode_prompts
+from eagleray.server.pooling.prompts import PlaceOf, PromptMaker, encode_pairs, encode_prompts
 from eagleray.server.pooling.requests import (
     POOLING_FATES,
     ClassificationRequest,
@@ -204,7 +204,7 @@ class PoolingRoutes:
     ) -> tuple[list[PooledPrompt], PoolingSpec]:
         spec = check_pooling(params, self._service.engine_info, task)
         prompts = PromptMaker(self._service, body)
-        return await self._send(prompts.num_prompts, prompts.make, body, request), spec
+        return await self._send(prompts.num_prompts, prompts.make, prompts.place, body, request), spec
 
     async def _score_pairs(
         self, first: list[str], second: list[str], names: tuple[str, str], body: PairFields, request: Request
@@ -218,11 +218,20 @@ class PoolingRoutes:
         pairs = match_pairs(len(first), len(second), names)
         if spec.kind == "classify":
             texts = [(first[one], second[other]) for one, other in pairs]
-            make = functools.partial(encode_pairs, self._service, texts, body, has_template=self._has_pair_template)
-            pooled = await self._send(len(pairs), make, body, request)
+            place = functools.partial(_place, names[1], len(second))
+            has_template = self._has_pair_template
+            make = functools.partial(encode_pairs, self._service, texts, body, place, has_template=has_template)
+            pooled = await self._send(len(pairs), make, place, body, request)
             return [float(finish_vector(one.vector, spec, params)[0]) for one in pooled], _usage(pooled)
-        make = functools.partial(encode_prompts, self._service, [*first, *second], body, True)
-        pooled = await self._send(len(first) + len(second), make, body, request)
+
+        def place_of(index: int) -> str:
+            num_first = len(first)
+            if index < num_first:
+                return _place(names[0], num_first, index)
+            return _place(names[1], len(second), index - num_first)
+
+        make = functools.partial(encode_prompts, self._service, [*first, *second], body, True, place_of)
+        pooled = await self._send(len(first) + len(second), make, place_of, body, request)
         vectors = [one.vector for one in pooled]
         return [cosine(vectors[one], vectors[len(first) + other]) for one, other in pairs], _usage(pooled)
 
@@ -230,6 +239,7 @@ class PoolingRoutes:
         self,
         num_prompts: int,
         make_prompts: Callable[[], Awaitable[Sequence[Prompt]]],
+        place_of: PlaceOf,
         body: PoolingFields,
         request: Request,
     ) -> list[PooledPrompt]:
@@ -244,7 +254,7 @@ class PoolingRoutes:
             rank=requested_rank(request.headers, service.ranks),
             session=session_name(None, request.headers),
         )
-        return await pool_prompts(service, job, num_prompts, make_prompts)
+        return await pool_prompts(service, job, num_prompts, make_prompts, place_of)
 
     async def _encode_all(
         self, pooled: Sequence[PooledPrompt], spec: PoolingSpec, params: PoolingParams, body: EncodingFields
@@ -262,6 +272,11 @@ class PoolingRoutes:
         if sum(len(one.vector) for one in pooled) > LARGE_ANSWER_NUMBERS:
             self._service.memory_return.schedule()
         return encoded
+
+
+def _place(name: str, num_texts: int, index: int) -> str:
+    """Return the place of a text in the field `name`, which holds one text or a list of them."""
+    return f"{name}[{index}]" if num_texts > 1 else name
 
 
 async def _awaited(work: Awaitable[Any]) -> Any:

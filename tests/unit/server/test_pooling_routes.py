@@ -191,6 +191,32 @@ def test_embeddings_wrong_fields_are_refused_with_a_sentence(embedder, body, mes
     assert embedder.client.num_requests == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/embeddings", {"input": ""}, "input"),
+        ("/v1/embeddings", {"input": [5, -1]}, "input"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input[1]"),
+        ("/v1/embeddings", {"input": [[5], [6], [999999]]}, "input[2]"),
+        ("/v1/embeddings", {"input": [[5], [6] * 65]}, "input[1]"),
+        ("/v1/embeddings", {"input": ["a", "b" * 100_000]}, "input[1]"),
+        ("/rerank", {"query": "", "documents": ["a", "b"]}, "query"),
+        ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1]"),
+        ("/score", {"text_1": "a", "text_2": ""}, "text_2"),
+    ],
+)
+def test_pooling_error_about_one_prompt_names_its_place(embedder, path, body, place):
+    error = refusal(embedder, path, **body)
+    assert error["param"] == place
+    assert error["message"].startswith(f"`{place}`: ")
+    assert "`prompt`" not in error["message"]
+    assert embedder.client.num_requests == 0
+
+
+def test_score_error_about_one_pair_names_its_place(reranker):
+    assert refusal(reranker, "/score", text_1="a", text_2=["b", "c" * 100_000])["param"] == "text_2[1]"
+
+
 def test_embeddings_prompt_of_full_length_is_accepted(embedder):
     assert answer(embedder, "/v1/embeddings", input=[1] * 64)["usage"]["prompt_tokens"] == 64
 
