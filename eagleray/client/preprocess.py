@@ -399,7 +399,7 @@ def _check_length(num_tokens: int, engine: EngineInfo) -> None:
     max_model_len = engine.max_model_len
     if engine.pooling is not None:
         if num_tokens > max_model_len:
-            raise PromptTooLong(too_long_to_pool(num_tokens, max_model_len), param="prompt")
+            raise PromptTooLong(too_long_to_pool(f"it has {num_tokens} tokens", max_model_len), param="prompt")
     elif num_tokens >= max_model_len:
         raise PromptTooLong.for_model(f"it has {num_tokens} tokens", max_model_len)
 

@@ -49,9 +49,9 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.method != "last"
 
 
-def too_long_to_pool(num_tokens: int, max_model_len: int) -> str:
-    """Return the error message for a prompt of a pooling model."""
+def too_long_to_pool(cause: str, max_model_len: int) -> str:
+    """Return the error message for a prompt of a pooling model. `cause` says why it is too long."""
     return (
-        f"This model's maximum context length is {max_model_len} tokens. The prompt is too long: it has {num_tokens} "
-        f"tokens; shorten it to at most {max_model_len}."
+        f"This model's maximum context length is {max_model_len} tokens. The prompt is too long: {cause}; shorten it "
+        f"to at most {max_model_len}."
     )

@@ -43,7 +43,7 @@ def _check_pooled(message: Generate, max_model_len: int) -> None:
     if num_tokens == 0:
         raise InvalidRequest("the prompt is empty, but it needs at least one token", param="prompt")
     if num_tokens > max_model_len:
-        raise PromptTooLong(too_long_to_pool(num_tokens, max_model_len), param="prompt")
+        raise PromptTooLong(too_long_to_pool(f"it has {num_tokens} tokens", max_model_len), param="prompt")
     if message.stopping.max_tokens != 1 or message.output_token_ids or message.sampling.prompt_logprobs is not None:
         raise InvalidRequest(
             "a request for a pooling model has `max_tokens` 1, no output tokens and no log-probabilities", param="pools"

@@ -115,6 +115,7 @@ class Service:
         return TextProcessor(
             self.tokenizer,
             max_model_len=lambda: self.client.engine_info.max_model_len if self.client.engine_info else None,
+            pools=lambda: self.client.engine_info is not None and self.client.engine_info.pooling is not None,
             template_seconds=self._options.chat_template_timeout,
         )
 

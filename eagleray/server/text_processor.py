@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from eagleray.client.text.chat_template import OverBudget, RenderBudget
 from eagleray.client.text.conversation import check_messages
 from eagleray.client.text.tokenizer import Tokenizer, TruncationSide
+from eagleray.config.pooling_spec import too_long_to_pool
 from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.server.timeouts import INLINE_RENDER_SECONDS
 
@@ -38,15 +39,21 @@ UTILITY_TOKENS = 2**17
 class TextProcessor:
     """Tokenizes, detokenizes, and renders chat templates.
 
-    `max_model_len` returns the model's length in tokens, or None before the first engine has joined. `template_seconds`
-    is the longest time of a chat template.
+    `max_model_len` returns the model's length in tokens, or None before the first engine has joined; `pools`
+    returns whether the model is a pooling model. `template_seconds` is the longest time of a chat template.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, max_model_len: Callable[[], int | None], template_seconds: float
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: Callable[[], int | None],
+        pools: Callable[[], bool],
+        template_seconds: float,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._pools = pools
         self._template_seconds = template_seconds
         # One thread each, so that any number of long texts leaves the rest of the machine to other requests.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -191,6 +198,8 @@ class TextProcessor:
 
     def _too_long(self, cause: str, max_tokens: int) -> PromptTooLong:
         if max_tokens == self._model_len:
+            if self._pools():
+                return PromptTooLong(too_long_to_pool(cause, max_tokens), param="prompt")
             return PromptTooLong.for_model(cause, max_tokens)
         return PromptTooLong(
             f"the text is too long, because at most {max_tokens} tokens are taken at a time: {cause}", param="prompt"

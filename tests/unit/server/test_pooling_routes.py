@@ -213,6 +213,13 @@ def test_pooling_error_about_one_prompt_names_its_place(embedder, path, body, pl
     assert embedder.client.num_requests == 0
 
 
+@pytest.mark.parametrize("given", ["b" * 100_000, [1] * 65])
+def test_embeddings_error_about_length_speaks_of_no_output(embedder, given):
+    message = refusal(embedder, "/v1/embeddings", input=given)["message"]
+    assert "maximum context length is 64 tokens. The prompt is too long: " in message
+    assert message.endswith("; shorten it to at most 64.")
+
+
 def test_score_error_about_one_pair_names_its_place(reranker):
     assert refusal(reranker, "/score", text_1="a", text_2=["b", "c" * 100_000])["param"] == "text_2[1]"
 
