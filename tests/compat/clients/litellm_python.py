@@ -1,0 +1,92 @@
+"""litellm: its two providers for such servers, streams, and the exception for prompts that are too long."""
+
+from __future__ import annotations
+
+import litellm
+from checking import MODEL, URL, check, expect, expect_raises, expect_texts, run_checks
+
+litellm.telemetry = False
+QUESTION = [{"role": "user", "content": "What is a list?"}]
+
+
+def complete(provider="hosted_vllm", **fields):
+    return litellm.completion(
+        **(
+            {
+                "model": f"{provider}/{MODEL}",
+                "api_base": f"{URL}/v1",
+                "api_key": "none",
+                "messages": QUESTION,
+                "max_tokens": 8,
+                "num_retries": 0,
+                "timeout": 120,
+            }
+            | fields
+        )
+    )
+
+
+@check("completion by openai/")
+def openai_provider():
+    expect_texts([complete("openai").choices[0].message.content])
+
+
+@check("completion by hosted_vllm/")
+def vllm_provider():
+    answer = complete()
+    expect_texts([answer.choices[0].message.content])
+    expect(answer.usage.completion_tokens <= 8, "usage", answer.usage)
+
+
+@check("stream with usage")
+def stream():
+    events = list(complete(stream=True, stream_options={"include_usage": True}, max_tokens=16))
+    expect_texts(["".join(event.choices[0].delta.content or "" for event in events if event.choices)])
+    expect(any(getattr(event, "usage", None) for event in events), "no usage")
+
+
+@check("text completion")
+def text_completion():
+    answer = litellm.text_completion(
+        model=f"text-completion-openai/{MODEL}",
+        api_base=f"{URL}/v1",
+        api_key="none",
+        prompt="def main():",
+        max_tokens=8,
+    )
+    expect_texts([answer.choices[0].text])
+
+
+@check("reasoning_effort")
+def reasoning_effort():
+    expect_texts([complete(reasoning_effort="low").choices[0].message.content])
+
+
+@check("prompt that is too long")
+def too_long():
+    long = [{"role": "user", "content": "word " * 5000}]
+    expect_raises(litellm.ContextWindowExceededError, lambda: complete(messages=long))
+
+
+@check("responses")
+def responses():
+    answer = litellm.responses(
+        model=f"openai/{MODEL}", api_base=f"{URL}/v1", api_key="none", input="What is a list?", max_output_tokens=16
+    )
+    expect(answer.output, "no output", answer)
+
+
+@check("response_format json_object")
+def json_object():
+    expect_texts([complete(response_format={"type": "json_object"}).choices[0].message.content])
+
+
+@check("tools")
+def tools():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    choice = complete(tools=[tool], tool_choice="required", max_tokens=200).choices[0]
+    expect(choice.finish_reason == "tool_calls", "finish_reason", choice.finish_reason)
+
+
+if __name__ == "__main__":
+    run_checks()

@@ -1,0 +1,136 @@
+"""vLLM's own request and response classes: its requests are accepted here, and its classes read the answers."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from checking import MODEL, URL, check, expect, run_checks
+from pydantic import BaseModel, TypeAdapter
+from vllm.entrypoints.anthropic import protocol as anthropic
+from vllm.entrypoints.openai.chat_completion import protocol as chat
+from vllm.entrypoints.openai.completion import protocol as completion
+from vllm.entrypoints.openai.responses import protocol as responses
+from vllm.entrypoints.serve.tokenize import protocol as tokenize
+
+MESSAGES = [{"role": "user", "content": "What is a list?"}]
+
+
+def post(path: str, body: BaseModel | dict[str, Any]) -> str:
+    """Return the answer to a request, with every field that its class has. Raises `AssertionError` if it is refused."""
+    data = body.model_dump_json() if isinstance(body, BaseModel) else json.dumps(body)
+    request = urllib.request.Request(URL + path, data.encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.read().decode()
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{error.code}: {error.read().decode()}") from None
+
+
+def events(path: str, body: BaseModel | dict[str, Any]) -> list[str]:
+    """Return the data of each event of a stream, without the last one of OpenAI's streams."""
+    lines = [line.removeprefix("data: ") for line in post(path, body).splitlines() if line.startswith("data: ")]
+    expect(lines, "no events")
+    return [line for line in lines if line != "[DONE]"]
+
+
+def check_keys(answer: str, read: BaseModel) -> None:
+    """Raises `AssertionError` if the answer lacks a key that vLLM's class would write."""
+    missing = read.model_dump().keys() - json.loads(answer).keys()
+    expect(not missing, "keys that vLLM's answer has and this one has not:", sorted(missing))
+
+
+@check("ChatCompletionRequest, ChatCompletionResponse")
+def chat_answer():
+    request = chat.ChatCompletionRequest(model=MODEL, messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=2)
+    answer = post("/v1/chat/completions", request)
+    check_keys(answer, chat.ChatCompletionResponse.model_validate_json(answer))
+
+
+@check("ChatCompletionStreamResponse")
+def chat_stream():
+    request = chat.ChatCompletionRequest(
+        model=MODEL, messages=MESSAGES, max_tokens=4, stream=True, stream_options={"include_usage": True}
+    )
+    for event in events("/v1/chat/completions", request):
+        chat.ChatCompletionStreamResponse.model_validate_json(event)
+
+
+@check("BatchChatCompletionRequest")
+def chat_batch():
+    request = chat.BatchChatCompletionRequest(model=MODEL, messages=[MESSAGES, MESSAGES], max_tokens=4)
+    answer = post("/v1/chat/completions/batch", request)
+    expect(len(chat.ChatCompletionResponse.model_validate_json(answer).choices) == 2, "not two choices")
+
+
+@check("CompletionRequest, CompletionResponse")
+def completion_answer():
+    request = completion.CompletionRequest(
+        model=MODEL, prompt="def main():", max_tokens=4, logprobs=2, prompt_logprobs=1, return_token_ids=True
+    )
+    answer = post("/v1/completions", request)
+    check_keys(answer, completion.CompletionResponse.model_validate_json(answer))
+
+
+@check("CompletionStreamResponse")
+def completion_stream():
+    request = completion.CompletionRequest(model=MODEL, prompt=[5, 6, 7], max_tokens=4, stream=True)
+    for event in events("/v1/completions", request):
+        completion.CompletionStreamResponse.model_validate_json(event)
+
+
+@check("ResponsesRequest, ResponsesResponse")
+def responses_answer():
+    request = responses.ResponsesRequest(model=MODEL, input="What is a list?", max_output_tokens=4)
+    responses.ResponsesResponse.model_validate_json(post("/v1/responses", request))
+
+
+@check("StreamingResponsesResponse")
+def responses_stream():
+    adapter = TypeAdapter(responses.StreamingResponsesResponse)
+    request = responses.ResponsesRequest(model=MODEL, input="What is a list?", max_output_tokens=4, stream=True)
+    for event in events("/v1/responses", request):
+        # vLLM's union has no class for the events of texts, which its server sends too
+        if not json.loads(event)["type"].startswith("response.output_text."):
+            adapter.validate_json(event)
+
+
+@check("AnthropicMessagesRequest, AnthropicMessagesResponse")
+def messages_answer():
+    request = anthropic.AnthropicMessagesRequest(model=MODEL, messages=MESSAGES, max_tokens=4)
+    anthropic.AnthropicMessagesResponse.model_validate_json(post("/v1/messages", request))
+
+
+@check("AnthropicStreamEvent")
+def messages_stream():
+    request = anthropic.AnthropicMessagesRequest(model=MODEL, messages=MESSAGES, max_tokens=4, stream=True)
+    for event in events("/v1/messages", request):
+        anthropic.AnthropicStreamEvent.model_validate_json(event)
+
+
+@check("AnthropicCountTokensRequest, AnthropicCountTokensResponse")
+def count_tokens():
+    request = anthropic.AnthropicCountTokensRequest(model=MODEL, messages=MESSAGES)
+    anthropic.AnthropicCountTokensResponse.model_validate_json(post("/v1/messages/count_tokens", request))
+
+
+@check("TokenizeRequest, TokenizeResponse")
+def tokenize_text():
+    for request in (
+        tokenize.TokenizeCompletionRequest(model=MODEL, prompt="def main():", return_token_strs=True),
+        tokenize.TokenizeChatRequest(model=MODEL, messages=MESSAGES),
+    ):
+        answer = post("/tokenize", request)
+        check_keys(answer, tokenize.TokenizeResponse.model_validate_json(answer))
+
+
+@check("DetokenizeRequest, DetokenizeResponse")
+def detokenize():
+    request = tokenize.DetokenizeRequest(model=MODEL, tokens=[5, 6, 7])
+    tokenize.DetokenizeResponse.model_validate_json(post("/detokenize", request))
+
+
+if __name__ == "__main__":
+    run_checks()
