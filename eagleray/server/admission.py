@@ -69,10 +69,12 @@ class Admission:
         for option in ("max_seqs_per_request", "max_queued_requests"):
             limit = getattr(self._limits, option)
             if num_prompts * n > limit:
+                several = n > 1
+                product = f" ({num_prompts} prompts x `n` {n})" if several else ""
                 raise InvalidRequest(
-                    f"the request has {num_prompts * n} sequences ({num_prompts} prompts x `n` {n}), but it may have "
-                    f"at most {limit} (option `{option}`): send fewer prompts at a time, or lower `n`",
-                    param="n" if n > 1 else "prompt",
+                    f"the request has {num_prompts * n} sequences{product}, but it may have at most {limit} (option "
+                    f"`{option}`): send fewer prompts at a time{', or lower `n`' if several else ''}",
+                    param="n" if several else "prompt",
                 )
 
     def _check_tokens(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
