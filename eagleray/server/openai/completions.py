@@ -9,7 +9,6 @@ from msgspec import UNSET
 
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
-from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.field_fates import COMPLETION_FATES
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
@@ -39,7 +38,7 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
 
     def _sampling_params(self) -> SamplingParams:
         body = self.body
-        self._parts = _parts(body)
+        self._parts = split_prompts(body.prompt, "prompt")
         self.num_prompts = len(self._parts)
         self.only_prompt = body.max_tokens == 0
         decided: dict[str, int | None] = {"logprobs": body.logprobs}
@@ -177,13 +176,3 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
         logprobs = completion_logprobs(token_ids, positions, k, offset, tokenizer, as_ids=self.names_tokens_by_id)
         generation.text_offsets[index] += sum(len(tokenizer.token_to_text(token_id)) for token_id in token_ids)
         return logprobs
-
-
-def _parts(body: CompletionRequest) -> list[str | list[int]]:
-    """Return the prompts of a request, each a text or token ids. Raises `InvalidRequest`."""
-    prompts = split_prompts(body.prompt, "prompt")
-    if body.add_special_tokens and any(isinstance(prompt, list) for prompt in prompts):
-        raise InvalidRequest(
-            "`add_special_tokens` is for texts: token ids are taken as they are", param="add_special_tokens"
-        )
-    return prompts

@@ -59,7 +59,8 @@ class CompletionRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True)
     ] = None
     echo: Annotated[bool | None, Meta(description="Begin the answer with the prompt.")] = None
     add_special_tokens: Annotated[
-        bool | None, Meta(description="Default true: the prompt begins as the model expects it.")
+        bool | None,
+        Meta(description="Default true: a text begins as the model expects it. Token ids are taken as they are."),
     ] = None
 
 

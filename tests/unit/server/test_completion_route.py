@@ -268,6 +268,12 @@ def test_completions_stop_string_ends_the_text(api):
     assert events[-1]["choices"][0]["stop_reason"] == " world"
 
 
+def test_completions_token_ids_are_not_changed_by_add_special_tokens(api):
+    for given in (True, False):
+        body = {"prompt": [5, 6], "max_tokens": 1, "return_token_ids": True, "add_special_tokens": given}
+        assert api.post(PATH, body).json()["choices"][0]["prompt_token_ids"] == [5, 6]
+
+
 def test_completions_on_request_shows_special_tokens(api):
     api.speech = ids(api, "hello<|im_end|> world")
     assert complete(api)["choices"][0]["text"] == "hello world"
@@ -314,7 +320,6 @@ def test_completions_long_text_is_tokenized_like_a_short_one(checkpoint):
         ({"prompt": "hello", "stop": [1]}, "stop[0]"),
         ({"prompt": "hello", "stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "hello", "priority": 1}, "priority"),
-        ({"prompt": [5], "add_special_tokens": True}, "add_special_tokens"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
