@@ -246,6 +246,8 @@ class RequestBuilder:
             self._need_tokenizer("`stop`", "stop")
 
     def _scores(self, params: SamplingParams, engine: EngineInfo, num_prompt_tokens: int) -> PromptScores | None:
+        if params.prompt_logprob_token_ids is None:
+            return None
         return PromptScores.of(
             params,
             num_prompt_tokens=num_prompt_tokens,

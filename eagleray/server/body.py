@@ -104,7 +104,8 @@ class BodyDecoder(Generic[T]):
 
         Raises `RefusedRequest` as soon as it is known too large, and `InvalidRequest` if it is not gzip as it says.
         """
-        has_gzip = is_gzip(request.headers.get("content-encoding", ""))
+        encoding = request.headers.get("content-encoding")
+        has_gzip = encoding is not None and is_gzip(encoding)
         announced = request.headers.get("content-length", "")
         if announced.isascii() and announced.isdigit():
             self._check_length(int(announced[:MAX_LENGTH_DIGITS]))

@@ -19,7 +19,7 @@ from eagleray.server.fields import SamplingFields
 from eagleray.server.generation import Generation, Usage
 from eagleray.server.generation_route import GenerationFields, ParsedRequest
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
-from eagleray.server.prompt_truncation import encode_prompt
+from eagleray.server.prompt_fields import encode_prompt
 from eagleray.server.refusals import Reasons
 from eagleray.server.service import Service
 

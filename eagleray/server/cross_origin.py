@@ -76,9 +76,9 @@ class CrossOrigin:
         return "*" in self._origins or origin.lower() in self._origins
 
 
-def is_preflight(method: str, headers: Headers) -> bool:
-    """Whether a browser asks by this request if a page may send another one."""
-    return method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
+def is_preflight(headers: Headers) -> bool:
+    """Whether a browser asks by this request, whose method is OPTIONS, if a page may send another one."""
+    return "origin" in headers and "access-control-request-method" in headers
 
 
 def _refused(reason: str, option: str) -> RefusedRequest:

@@ -121,6 +121,7 @@ class RequestMiddleware:
         self._metrics = metrics
         self._access_log = AccessLog(config.serving, self.open_paths) if has_access_log else None
         self._cross_origin = CrossOrigin(config.serving)
+        self._takes_origins = bool(config.serving.allowed_origins)
         self._root_path = config.serving.url_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,9 +133,10 @@ class RequestMiddleware:
         state["arrival"] = time.perf_counter()
         try:
             headers = Headers(scope=scope)
-            answer.headers = self._cross_origin.answer_headers(scope["headers"])
+            if self._takes_origins:
+                answer.headers = self._cross_origin.answer_headers(scope["headers"])
             state["request_id"] = answer.request_id = _request_id(headers, answer.request_id)
-            if is_preflight(scope["method"], headers):  # browsers send no key with it
+            if scope["method"] == "OPTIONS" and is_preflight(headers):  # browsers send no key with it
                 await Response(headers=self._cross_origin.preflight(headers))(scope, receive, answer.send)
                 return
             path = self._set_route_path(scope)
@@ -163,7 +165,10 @@ class RequestMiddleware:
         """Set the path so that a slash at its end does not matter. Return the path that the router matches: without
         `root_path`, and without the prefix at which a program has mounted the app."""
         scope["root_path"] = scope.get("root_path") or self._root_path
-        scope["path"] = normalized(scope["path"], scope["root_path"])
+        path: str = scope["path"]
+        if not scope["root_path"] and len(path) > 1 and not path.endswith("/"):
+            return path
+        scope["path"] = normalized(path, scope["root_path"])
         return route_path(scope["path"], scope["root_path"])
 
     def _refusal_response(self, refusal: HttpError, path: str) -> Response:

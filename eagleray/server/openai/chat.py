@@ -33,7 +33,7 @@ from eagleray.server.openai.responses import (
     ChatMessage,
     ChatResponse,
 )
-from eagleray.server.prompt_truncation import encode_prompt
+from eagleray.server.prompt_fields import encode_prompt
 from eagleray.server.refusals import Reasons
 from eagleray.server.routed_experts import routed_experts
 from eagleray.server.service import Service

@@ -16,8 +16,7 @@ from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import CompletionLogprobs, LogprobsCollector, Position, completion_logprobs, slices
 from eagleray.server.openai.requests import CompletionRequest
 from eagleray.server.openai.responses import CompletionChoice, CompletionResponse
-from eagleray.server.prompt_parts import split_prompts
-from eagleray.server.prompt_truncation import encode_prompt, limit_token_ids
+from eagleray.server.prompt_fields import encode_prompt, limit_token_ids, split_prompts
 from eagleray.server.routed_experts import routed_experts
 
 DEFAULT_MAX_TOKENS = 16

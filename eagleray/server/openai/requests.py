@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from eagleray.server.chat_messages import Messages
 from eagleray.server.fields import SamplingFields, ShortText, StreamOptions, Timeout
-from eagleray.server.prompt_truncation import KeptSide, TruncationLimit
+from eagleray.server.prompt_fields import KeptSide, TruncationLimit
 from eagleray.server.routed_experts import RoutedExpertsFormat
 
 

@@ -13,8 +13,7 @@ from eagleray.client.preprocess import POOLED, Prompt
 from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.errors import InvalidRequest
 from eagleray.server.chat_messages import MAX_TEMPLATE_VARIABLES, TemplateFields, check_template_fields, render_chat
-from eagleray.server.prompt_parts import Prompts, split_prompts
-from eagleray.server.prompt_truncation import TruncationFields, encode_prompt, limit_token_ids
+from eagleray.server.prompt_fields import Prompts, TruncationFields, encode_prompt, limit_token_ids, split_prompts
 from eagleray.server.service import Service
 
 TEXTS_AT_ONCE = 16

@@ -13,8 +13,7 @@ from eagleray.errors import InvalidRequest
 from eagleray.server.chat_messages import Messages
 from eagleray.server.field_fates import ACCEPTED, MEDIA, Fate, Feature, refused
 from eagleray.server.fields import ShortText, Timeout
-from eagleray.server.prompt_parts import PromptField
-from eagleray.server.prompt_truncation import TruncationLimit
+from eagleray.server.prompt_fields import PromptField, TruncationLimit
 
 PARTS = Feature("truncation of one text of a pair", "leave it out; `truncate_prompt_tokens` limits both together")
 POOLING_FATES: Mapping[str, Fate] = {

@@ -1,4 +1,5 @@
-"""Prompts of a limited number of tokens: the fields `truncate_prompt_tokens` and `truncation_side`.
+"""Fields with prompts: one or several, texts or token ids, and `truncate_prompt_tokens` and `truncation_side`, which
+limit them.
 
 Holds no state; used by the routes that take texts.
 """
@@ -14,6 +15,12 @@ from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import MAX_INTEGER
 from eagleray.server.service import Service
+
+Prompts = str | list[str | int | list[int]]
+PromptField = Annotated[
+    Prompts,
+    Meta(description="A text, a list of texts, the token ids of one prompt, or a list of those."),
+]
 
 TruncationLimit = Annotated[
     Annotated[int, Meta(ge=-1, le=MAX_INTEGER)] | None,
@@ -33,6 +40,21 @@ class TruncationFields(Protocol):
 
     truncate_prompt_tokens: int | None
     truncation_side: TruncationSide | None
+
+
+def split_prompts(given: Prompts, name: str) -> list[str | list[int]]:
+    """Return the prompts of the field `name`, each a text or token ids. Raises `InvalidRequest`."""
+    parts = [given] if isinstance(given, str) else given
+    if not parts:
+        raise InvalidRequest(f"`{name}` is empty; give a text, or token ids", param=name)
+    kinds = set(map(type, parts))  # quick even for a million of them
+    if int not in kinds:
+        return parts  # type: ignore[return-value]
+    if kinds == {int}:
+        return [parts]  # type: ignore[list-item]
+    raise InvalidRequest(
+        f"`{name}` mixes token ids with whole prompts; put the ids of each prompt into a list of their own", param=name
+    )
 
 
 async def encode_prompt(service: Service, text: str, fields: TruncationFields, *, add_special_tokens: bool) -> Prompt:
