@@ -100,7 +100,7 @@ def check_template_fields(service: Service, fields: TemplateFields) -> None:
             param="chat_template_kwargs",
         )
     own_template = fields.chat_template or (fields.chat_template_kwargs or {}).get("chat_template")
-    if own_template is None:
+    if not own_template:  # an empty one means "not given", as in vLLM
         return
     if not service.trusts_templates:
         raise InvalidRequest(
@@ -132,7 +132,7 @@ async def render_chat(service: Service, messages: list[dict[str, Any]], fields: 
         add_generation_prompt=not continues if fields.add_generation_prompt is None else fields.add_generation_prompt,
         continue_final_message=continues,
         chat_template_kwargs=variables,
-        chat_template=variables.pop("chat_template", None) or fields.chat_template,
+        chat_template=variables.pop("chat_template", None) or fields.chat_template or None,
         tools=fields.tools or None,
         documents=fields.documents or None,
     )

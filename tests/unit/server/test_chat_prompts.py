@@ -74,6 +74,13 @@ def test_chat_default_template_variables_yield_to_those_of_the_request(served):
         assert text == api.engine.requests[0].prompt_token_ids
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_chat_empty_template_of_a_request_is_not_given(served, trusted):
+    with served(trust_request_chat_template=trusted) as api:
+        for empty in ({"chat_template": ""}, {"chat_template_kwargs": {"chat_template": ""}}):
+            assert prompt_of(api, **empty) == prompt_of(api)
+
+
 def test_chat_template_of_a_request_needs_the_option(served):
     own = {"chat_template": "<{{ messages[0].content }}>"}
     with served() as api:
