@@ -11,7 +11,7 @@ GPU_JSON   ?= gpu.json
 # and each would compile the package again, which is a fifth of the processor time of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat lint lint-types lint-rules clean
+.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat keywords lint lint-types lint-rules clean
 
 serve: $(READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
