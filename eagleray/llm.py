@@ -179,7 +179,8 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[str]:
         """Send prompts without waiting for them, and return their request ids. `wait_for_completion` returns their
-        outputs. Arguments and errors are those of `generate`; `use_tqdm` has no effect, because sending is quick."""
+        outputs. Arguments and errors are those of `generate`. `use_tqdm` is accepted for programs written for vLLM:
+        only `wait_for_completion` shows a bar."""
         batch = PromptBatch(0, all_prompts(prompts), sampling_params, priority, lora_request)
         sent = self._thread.run(self._generation.send(batch, errors="raise"))
         self._enqueued += sent

@@ -244,8 +244,8 @@ class InFlightRequests:
         has_output = bool(chunk.token_ids) or chunk.pooled is not None
         request.record_started(has_token=has_output)
         if request.prefix_match is not None and not chunk.is_started:
-            # With prompt log-probabilities or `skip_reading_prefix_cache` an engine computes tokens that its cache
-            # has, so `num_cached_tokens` says nothing about the cache.
+            # For prompt log-probabilities or under `skip_reading_prefix_cache`, an engine also computes tokens that are
+            # in its cache, so `num_cached_tokens` does not show which blocks the cache has.
             message = request.message
             is_exact = message.sampling.prompt_logprobs is None and not message.skip_reading_prefix_cache
             self._record_started(request, chunk.num_cached_tokens if is_exact else None)

@@ -1,4 +1,4 @@
-"""What a pooling model returns for a prompt."""
+"""Description of a pooling model, and the error messages about its kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GENERATES_ONLY = (
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pooling model returns for a prompt."""
+    """Way from the hidden states of a prompt to the vector that a pooling model returns."""
 
     kind: Literal["embed", "classify"]
     method: PoolingMethod

@@ -111,7 +111,7 @@ def start_engine(
         max_model_len=model.max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,
-        # What is cached are keys and values, not the hidden states that such a model needs of every token.
+        # The cache holds keys and values only, and such a model needs the hidden states of every token.
         enable_prefix_caching=config.cache.enable_prefix_caching and not (pooling and pooling.needs_all_tokens),
         policy=config.scheduling.scheduling_policy,
         num_stages=config.parallel.pipeline_parallel_size,

@@ -51,7 +51,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     has_experts: bool = False
     pooling: PoolingSpec | None = None
-    """What a request gets of a pooling model; None for a model that generates."""
+    """Description of a pooling model; None for a model that generates."""
     hidden_size: int = 0
     """Number of features of an embedding."""
     routing: RoutingInfo | None = None

@@ -80,9 +80,9 @@ class ParsedConversation(ParsedRequest[Body, Chunk]):
             self._conversation.check(self.service)
 
     def _merge_given(self, max_tokens: int | None, **given: Any) -> SamplingParams:
-        """Return the given values, and the model's or OpenAI's defaults for those that are None.
+        """Return the given values; a value that is None becomes the default of the model or of OpenAI's API.
 
-        `max_tokens`: by default the model's, or else as many as the model's length allows.
+        `max_tokens`: by default the number in the model's defaults, or else all that the model's length leaves.
         """
         values = {name: value for name, value in given.items() if value is not None}
         values["return_routed_experts"] = False  # no place in these answers

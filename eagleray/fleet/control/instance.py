@@ -133,7 +133,7 @@ class SteeredInstance:
         self.clients: set[ClientId] = set()
         """The instance's own clients."""
         self.absent: dict[int, tuple[str, bool]] = {}
-        """By rank: cause of the exit of an engine that has not started again, and whether it will be started."""
+        """Engines that have not started again, by rank: cause of the exit, and whether a replacement follows."""
         self.transfer: WeightTransfer | None = None
         self.labels: dict[int | None, str] = {0: InstanceState().weight_version}
         """Names of the weights of the committed updates, by number."""

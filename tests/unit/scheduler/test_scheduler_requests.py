@@ -248,4 +248,6 @@ def test_admission_harmful_sampling_parameter_is_refused_by_name(sampling):
 
 def test_admission_sampling_parameters_at_limits_are_accepted():
     sampling = Sampling(seed=0, logit_bias={15: 1.0}, bad_words=((0, 15),), logprobs=16, logprob_token_ids=(0, 15))
-    Engine(vocab_size=16).add(msgspec.structs.replace(request("r", [0, 15]), sampling=sampling))
+    engine = Engine(vocab_size=16)
+    engine.add(msgspec.structs.replace(request("r", [0, 15]), sampling=sampling))
+    assert engine.scheduler.has_work
