@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from eagleray.config.build import field_owners, option_types
 from eagleray.config.environment import (
@@ -44,15 +45,30 @@ class VariableAlias:
     """Whether the variable counts only where workers or engines are Ray actors."""
 
 
+def _gibibytes(text: str) -> str | None:
+    """Return a number of GiB as a size; None for 0, which means the default. Raises `ValueError`."""
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise ValueError
+    return f"{text}GiB" if float(text) else None
+
+
+def _level(text: str) -> str:
+    """Return the name of a log level here. Raises `ValueError` for a name that is no level."""
+    level: str = log_level(text)
+    if level not in get_args(option_types()["log_level"]):
+        raise ValueError
+    return level
+
+
 VLLM_VARIABLES = {
-    "VLLM_LOGGING_LEVEL": VariableAlias("log_level", log_level),
+    "VLLM_LOGGING_LEVEL": VariableAlias("log_level", _level),
     "VLLM_RAY_BUNDLE_INDICES": VariableAlias(
         "bundle_indices", lambda text: [int(index) for index in text.split(",")], needs_ray=True
     ),
     "VLLM_RAY_PER_WORKER_GPUS": VariableAlias(
         "ray_worker_resources", lambda text: {"GPU": float(text)}, needs_ray=True
     ),
-    "VLLM_CPU_KVCACHE_SPACE": VariableAlias("kv_cache_memory", lambda text: f"{text}GiB" if text != "0" else None),
+    "VLLM_CPU_KVCACHE_SPACE": VariableAlias("kv_cache_memory", _gibibytes),
     "VLLM_SERVER_DEV_MODE": VariableAlias("enable_rl", lambda text: parsed(text) == 1 or None),
 }
 
@@ -87,7 +103,7 @@ def _own_variables(own: Collection[str]) -> TranslatedOptions:
 
 
 def _vllm_variables(known: Mapping[str, Any], own: Collection[str]) -> TranslatedOptions:
-    """Return the options that variables of vLLM set, except those that are known already."""
+    """Return the options that variables of vLLM set, without the options in `known`, which take precedence."""
     found = TranslatedOptions()
     variables = prefixed_variables("VLLM_")
     for variable, alias in VLLM_VARIABLES.items():
