@@ -52,8 +52,12 @@ def test_open_listener_without_mode_takes_that_of_the_umask(path):
 def test_open_listener_replaces_a_socket_without_a_listener(path):
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))
-    with open_listener(options_of(path)), socket.socket(socket.AF_UNIX) as client:
+    with open_listener(options_of(path)) as listener, socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
+        client.sendall(b"x")
+        listener.settimeout(10)
+        with listener.accept()[0] as connection:
+            assert connection.recv(1) == b"x"
 
 
 @pytest.mark.parametrize("backlog", [0, 5])

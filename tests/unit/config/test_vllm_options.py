@@ -28,6 +28,12 @@ OWN = field_owners()
 COMMAND_LINE = {"config"}
 """Flags that are no options."""
 
+NO_ACTION_BY_DEFAULT = {"all2all_backend", "worker_extension_cls"}
+"""Options whose default in vLLM sets nothing, although other values do."""
+
+DEFAULTS_OF_OTHER_WORDS = {"data_parallel_backend": "processes"}
+"""Defaults of vLLM that have another word here."""
+
 OF_PROGRAMS = {"enable_sleep_mode"}
 """Options of the HTTP server whose fate in the table is that for programs."""
 
@@ -99,6 +105,16 @@ def test_translate_default_of_vllm_is_accepted(name):
     if name in COMMAND_LINE or default is None:
         return
     known = translate({name: default}, OWN)
+    fate = option_fate(name, OWN)
+    if isinstance(fate, Refused):
+        assert (known.options, known.notes) == ({}, [])
+    elif isinstance(fate, NoEffect) or name in NO_ACTION_BY_DEFAULT:
+        assert known.options == {}
+        (note,) = known.notes
+        assert note.startswith(f"option `{name}`: nothing to do here: ")
+    else:
+        own = fate.option if isinstance(fate, Renamed) else name
+        assert known.options == {own: DEFAULTS_OF_OTHER_WORDS.get(name, default)} and known.notes == []
     build_config(**{option: value for option, value in known.options.items() if option != "model"})
 
 
