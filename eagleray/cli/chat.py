@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _answer_or_explain(remote: Remote, history: ChatHistory) -> None:
-    """Print an answer and its speed, or the reason for which there is none. Ctrl-C ends the answer alone."""
+    """Print an answer and its speed, or the error of a request that fails. Ctrl-C stops the answer, not the chat."""
     start = time.monotonic()
     try:
         num_tokens = _answer(remote, history)

@@ -98,7 +98,7 @@ def _bind(listener: socket.socket, path: Path, mode: int | None) -> None:
     if mode is None:
         listener.bind(str(path))
         return
-    # By the umask, because between `bind` and `chmod` others could connect.
+    # The umask sets the mode: others could connect between `bind` and a `chmod`.
     before = os.umask(0o777 & ~mode)
     try:
         listener.bind(str(path))

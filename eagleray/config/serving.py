@@ -33,7 +33,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Permissions | None,
         Meta(
             description="Permissions of the Unix socket in octal digits, such as 660; who may write to it may connect. "
-            "Default: those that the umask leaves.",
+            "Default: the permissions that the umask leaves.",
         ),
     ] = None
     root_path: Annotated[
