@@ -258,7 +258,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "anthropic_disabled_thinking_effort": ("auto",),
     "structured_outputs_config": ({"backend": "auto"},),
     "guided_decoding_backend": ("auto",),
-    "fingerprint_mode": ("full", "hash", "none"),
+    "fingerprint_mode": ("full",),
 }
 """Values of refused options that mean "off", besides those of `is_off`."""
 

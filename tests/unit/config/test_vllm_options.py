@@ -179,6 +179,8 @@ def test_translate_option_of_vllm_becomes_ours(given, options):
         ({"kv_cache_memory_bytes": "lots"}, "option `kv_cache_memory_bytes`: expected an integer"),
         ({"eplb_config": "3"}, "option `eplb_config`: expected a JSON object"),
         ({"logging_config": {"formatter": "json"}}, "formatter is not supported yet"),
+        ({"fingerprint_mode": "none"}, "`fingerprint_mode` is not supported yet"),
+        ({"fingerprint_mode": "hash"}, "`fingerprint_mode` is not supported yet"),
     ],
 )
 def test_translate_option_that_would_change_answers_is_refused(given, message):
