@@ -84,7 +84,7 @@ class BodyDecoder(Generic[T]):
         self._max_values = options.max_request_tokens
         self._on_large = on_large
         self._inflating = asyncio.Lock()
-        """Held by the one body that is inflated, because inflated bytes are not counted as those that arrive are."""
+        """Lock that lets one body be inflated at a time: inflated bytes are not counted as arriving ones are."""
 
     async def read(self, request: Request) -> T:
         """Return the request's body. Raises `InvalidRequest`, and `RefusedRequest` as soon as it is known too large.

@@ -18,7 +18,7 @@ SAFE_HEADERS = ("accept", "accept-language", "content-language", "content-type")
 """Headers that a page may send in any case, of which browsers name some in a preflight nevertheless."""
 
 EXPOSED_HEADERS = b"X-Request-Id, Retry-After, X-Eagleray-Ignored"
-"""Headers of answers that pages may read, besides those that they may always read."""
+"""Headers of answers that pages may read in addition to the few that browsers always show them."""
 
 PREFLIGHT_SECONDS = "600"
 """Time for which a browser remembers the answer to a preflight request."""

@@ -104,7 +104,7 @@ class LenientReader(Generic[T]):
     def known_fields(self, body: bytes | bytearray) -> tuple[dict[str, Any], str | None]:
         """Return the fields of a large body that are known by name, and the name of the first other one.
 
-        The others are skipped without making an object for each, which would take a second for a million of them.
+        The others are skipped without making an object for each, which would take a second for a million fields.
         Raises as msgspec does.
         """
         try:
@@ -116,7 +116,7 @@ class LenientReader(Generic[T]):
         return {name: value for name, value in fields.items() if value is not UNSET}, unknown
 
     def read(self, fields: Mapping[str, Any], unknown: str | None = None) -> Reading[T]:
-        """Read the fields of a body. `unknown`: the first of those that `known_fields` left out."""
+        """Read the fields of a body. `unknown`: name of the first field that `known_fields` skipped, if any."""
         reading = _FieldReader(self._fates, self._explain)
         body = reading.read_struct(self._kind, fields, "")
         if unknown is not None:

@@ -6,7 +6,7 @@ Holds no state; used by the routes that take texts.
 
 from __future__ import annotations
 
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, cast
 
 from msgspec import Meta
 
@@ -49,9 +49,9 @@ def split_prompts(given: Prompts, name: str) -> list[str | list[int]]:
         raise InvalidRequest(f"`{name}` is empty; give a text, or token ids", param=name)
     kinds = set(map(type, parts))  # quick even for a million of them
     if int not in kinds:
-        return parts  # type: ignore[return-value]
+        return cast("list[str | list[int]]", parts)
     if kinds == {int}:
-        return [parts]  # type: ignore[list-item]
+        return [cast("list[int]", parts)]
     raise InvalidRequest(
         f"`{name}` mixes token ids with whole prompts; put the ids of each prompt into a list of their own", param=name
     )

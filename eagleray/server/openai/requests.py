@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from eagleray.server.chat_messages import Messages
 from eagleray.server.fields import SamplingFields, ShortText, StreamOptions, Timeout
-from eagleray.server.prompt_fields import KeptSide, TruncationLimit
+from eagleray.server.prompt_fields import KeptSide, PromptField, TruncationLimit
 from eagleray.server.routed_experts import RoutedExpertsFormat
 
 
@@ -50,10 +50,7 @@ class OpenAIRequest(SamplingFields, kw_only=True):
 class CompletionRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
     """Continue a text."""
 
-    prompt: Annotated[
-        str | list[str | int | list[int]],
-        Meta(description="A text, a list of texts, the token ids of one prompt, or a list of those."),
-    ]
+    prompt: PromptField
     logprobs: Annotated[
         int | None, Meta(description="Report each token's log-probability and those of this many likeliest.")
     ] = None

@@ -60,7 +60,7 @@ Body = TypeVar("Body", bound=PoolingFields)
 
 
 class _Answer(msgspec.Struct):
-    """What all answers of an HTTP request show."""
+    """The fields of an answer that do not depend on the route."""
 
     request_id: str
     created: int

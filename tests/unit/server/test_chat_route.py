@@ -236,7 +236,7 @@ def test_chat_wrong_field_is_refused_by_name(api, body, param):
     assert not api.engine.requests
 
 
-def test_chat_fields_without_effect_are_accepted(api):
+def test_chat_fields_without_effect_leave_answer_and_prompt(api):
     nothing = ["tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "response_format", "stop"]
     nothing += [
         "modalities",
@@ -248,8 +248,12 @@ def test_chat_fields_without_effect_are_accepted(api):
         "service_tier",
         "logprobs",
     ]
-    chat(api, **dict.fromkeys(nothing))
-    chat(api, tools=[], tool_choice="none", response_format={"type": "text"}, modalities=["text"], store=False)
+    no_features = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
+    plain, plain_request = chat(api, seed=1), api.engine.requests[-1]
+    for fields in (dict.fromkeys(nothing), no_features | {"store": False}):
+        answer, request = chat(api, seed=1, **fields), api.engine.requests[-1]
+        assert {**answer, "id": plain["id"], "created": plain["created"]} == plain
+        assert (request.prompt_token_ids, request.sampling) == (plain_request.prompt_token_ids, plain_request.sampling)
 
 
 def test_chat_without_a_template_is_refused(checkpoint, tmp_path):

@@ -333,10 +333,14 @@ def test_completions_wrong_field_is_refused_by_name(api, body, param, stream):
     assert not api.engine.requests or api.engine.aborted
 
 
-def test_completions_fields_without_effect_are_accepted(api):
+def test_completions_fields_without_effect_leave_answer_and_prompt(api):
     nothing = ["suffix", "best_of", "metadata", "logit_bias", "store", "logprobs", "echo", "stop", "stream_options"]
-    complete(api, **dict.fromkeys(nothing), service_tier="auto")
-    complete(api, store=False, metadata={}, user="me", safety_identifier="me", priority=0)
+    labels = {"metadata": {}, "user": "me", "safety_identifier": "me"}
+    plain, plain_request = complete(api, seed=1), api.engine.requests[-1]
+    for fields in (dict.fromkeys(nothing) | {"service_tier": "auto"}, labels | {"store": False, "priority": 0}):
+        answer, request = complete(api, seed=1, **fields), api.engine.requests[-1]
+        assert {**answer, "id": plain["id"], "created": plain["created"]} == plain
+        assert (request.prompt_token_ids, request.sampling) == (plain_request.prompt_token_ids, plain_request.sampling)
 
 
 def test_completions_too_long_prompt_has_an_error_code(api):
