@@ -72,6 +72,12 @@ def auxiliary_outputs(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entries[name] for name in ("enable_return_routed_experts",) if name in entries}
 
 
+def fingerprint_mode(mode: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    if mode != "full":
+        raise ValueError(f"{shown(mode)} is not supported yet, full alone is: answers have the whole fingerprint")
+    return {}
+
+
 def logging(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     entries = _mapping(value)
     unknown = [

@@ -196,7 +196,7 @@ REFUSED = {
         " custom_histogram_buckets profiler_config log_config_file enable_log_requests enable_log_outputs"
         " log_error_stack sse_keep_alive_interval"
         " max_num_queued_tokens long_prefill_token_threshold long_prefill_token_threshold_adaptive"
-        " fingerprint_value fingerprint_mode model_loader_extra_config"
+        " fingerprint_value model_loader_extra_config"
     ),
     "not supported: no marks are put into texts": "watermark_config",
     "not supported: no supported model has such embeddings": "engram_config",
@@ -258,7 +258,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "anthropic_disabled_thinking_effort": ("auto",),
     "structured_outputs_config": ({"backend": "auto"},),
     "guided_decoding_backend": ("auto",),
-    "fingerprint_mode": ("full",),
 }
 """Values of refused options that mean "off", besides those of `is_off`."""
 
@@ -273,6 +272,7 @@ ALIASES: dict[str, Fate] = {
     "all2all_backend": Expansion(values.expert_dispatch, ("expert_dispatch",)),
     "eplb_config": Expansion(values.eplb, ("num_redundant_experts", "eplb_step_interval")),
     "aux_output_config": Expansion(values.auxiliary_outputs, ("enable_return_routed_experts",)),
+    "fingerprint_mode": Expansion(values.fingerprint_mode, ()),
     "logging_config": Expansion(values.logging, ("log_level",)),
 }
 

@@ -28,7 +28,7 @@ OWN = field_owners()
 COMMAND_LINE = {"config"}
 """Flags that are no options."""
 
-NO_ACTION_BY_DEFAULT = {"all2all_backend", "worker_extension_cls"}
+NO_ACTION_BY_DEFAULT = {"all2all_backend", "fingerprint_mode", "worker_extension_cls"}
 """Options whose default in vLLM sets nothing, although other values do."""
 
 DEFAULTS_OF_OTHER_WORDS = {"data_parallel_backend": "processes"}
@@ -179,8 +179,8 @@ def test_translate_option_of_vllm_becomes_ours(given, options):
         ({"kv_cache_memory_bytes": "lots"}, "option `kv_cache_memory_bytes`: expected an integer"),
         ({"eplb_config": "3"}, "option `eplb_config`: expected a JSON object"),
         ({"logging_config": {"formatter": "json"}}, "formatter is not supported yet"),
-        ({"fingerprint_mode": "none"}, "`fingerprint_mode` is not supported yet"),
-        ({"fingerprint_mode": "hash"}, "`fingerprint_mode` is not supported yet"),
+        ({"fingerprint_mode": "none"}, "option `fingerprint_mode`: 'none' is not supported yet"),
+        ({"fingerprint_mode": "hash"}, "option `fingerprint_mode`: 'hash' is not supported yet"),
     ],
 )
 def test_translate_option_that_would_change_answers_is_refused(given, message):
