@@ -45,7 +45,9 @@ class GroupUpdate:
     staged: list[Tensor] | None = None
     """Memory of the new weights, in the order of `WeightGroup.places`."""
     tied: list[Tensor] | None = None
-    """Memory of the packed tensor that came under the name that is tied to the group's, in another batch."""
+    """Memory of the packed tensor that came under the name that is tied to the group's, and may differ from it."""
+    has_equal_tied: bool = False
+    """Whether that tensor came in one batch with the group's present one, and is equal to it."""
     is_touched: bool = False
     is_packed: bool = False
     """Whether the group was complete before in this update. From then on its tensors may come alone."""
@@ -205,7 +207,7 @@ class WeightUpdate:
             group.release(self._memory)
         for group in self._pending:
             self._memory.release(group.tied or ())
-            group.tied = None
+            group.tied, group.has_equal_tied = None, False
         self._pending = {group: None for group in self._pending if group.came}
 
     def drop(self) -> None:
@@ -278,9 +280,9 @@ class WeightUpdate:
         groups = [group for group, _ in self._owners.get(first, ())]
         for group in groups:
             self._memory.release(group.tied or ())
-            group.tied = None
+            group.tied, group.has_equal_tied = None, first in batch  # see `check_tied`
             self._pending[group] = None
-        if first not in batch:  # both in one batch are equal, see `check_tied`
+        if first not in batch:
             pushed = Pushed(batch[second].detach())
             self._run(partial(self._pack_tied, pushed), groups)
 
@@ -332,6 +334,9 @@ class WeightUpdate:
             group.forget(self._memory)
             name = group.group.params[0].name
             raise WeightsMismatch(f"tensor {name!r} has another quantization than the weights of the model have")
+        if group.has_equal_tied:  # it must equal the new weights, too
+            group.tied, group.staged = self._memory.keep(group.staged or places[0]), None
+            group.has_equal_tied = False
         group.release(self._memory)
         group.staged = packed
         group.forget(self._memory)

@@ -465,6 +465,28 @@ def test_add_tied_head_in_another_call_is_dropped_unless_it_differs(mesh, backen
     assert have_equal_bytes(memory_of_weights(model), before)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("batch", [[EMBEDDING], [EMBEDDING, HEAD], [HEAD]])
+def test_missing_tied_pair_whose_tensors_come_again_is_refused_unless_they_are_equal(batch, in_place, checkpoints):
+    old, new = checkpoints("qwen3")
+    model, first = load(old), dict(tensors_of(old))[EMBEDDING]
+    second = dict(tensors_of(new))[EMBEDDING]
+    update = model.start_update(in_place=in_place)
+    update.add([(EMBEDDING, first), (HEAD, first)])
+    assert update.missing() == []
+    update.add([(name, second) for name in batch])
+    if len(batch) == 2:
+        assert update.missing() == []
+    else:
+        with pytest.raises(WeightsMismatch, match=f"'{HEAD}' differs from '{EMBEDDING}'"):
+            update.missing()
+        update.add([(name, first) for name in batch])
+    assert update.missing() == []
+    update.apply()
+    assert update.missing() == []
+    update.drop()
+
+
 @pytest.mark.parametrize(
     ("head", "problem"),
     [
