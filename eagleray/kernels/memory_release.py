@@ -112,12 +112,6 @@ def release_pages(tensors: Iterable[Tensor]) -> int:
     return num_before - sum(_resident_bytes(libc, *each) for each in pages)
 
 
-def resident_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return how much memory the pages occupy that contain nothing but these tensors, which are on a CPU."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    return sum(_resident_bytes(libc, *_whole_pages(begin, end)) for begin, end in _ranges(tensors))
-
-
 def _ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     """Return the memory of tensors (address, end) in order. Neighbours, which may share a page, are one range."""
     ranges: list[tuple[int, int]] = []

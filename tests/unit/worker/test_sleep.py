@@ -22,7 +22,7 @@ from eagleray.identity import EngineId, WorkerId
 from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
 from eagleray.kernels.kv_cache import KVCache
-from eagleray.kernels.memory_release import ReleasableStorages, resident_bytes
+from eagleray.kernels.memory_release import ReleasableStorages, release_pages
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.onednn import OneDnnBackend
 from eagleray.messages.steps import (
@@ -185,7 +185,7 @@ def test_sleep_returns_memory_of_weights_and_cache_to_the_system(checkpoint: Pat
         before = resident_set()
         freed = running.memory.sleep((tag,), 2)  # type: ignore[arg-type]
         assert freed >= LEAST * of_part and before - resident_set() >= LEAST * of_part - NOISE
-    assert resident_bytes([*running.model.storage(), *running.cache.layers]) == 0
+    assert release_pages([*running.model.storage(), *running.cache.layers]) == 0  # nothing is left
 
 
 def resident_set() -> int:
