@@ -3,6 +3,7 @@ launch nothing for them, and the memory is fixed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -184,9 +185,15 @@ def test_run_with_adapters_reads_nothing_back(rows: Rows, monkeypatch: pytest.Mo
     """With kernels that do nothing, only Python's side of a step is left: it may not read the device."""
     adapted, batch = cuda(), with_adapters(rows)
     adapted(batch)
-    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *arguments, **options: None)
-    with no_host_reads():
+    launched: list[str] = []
+
+    def launch(self: InterpretedFunction, grid: object) -> Callable[..., None]:
+        return lambda *arguments, **options: launched.append(self.__name__)
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", launch)
+    with no_host_reads():  # raises an error at a read
         adapted(batch)
+    assert sum("shrink" in name for name in launched) == sum("expand" in name for name in launched) == 4, launched
 
 
 def test_num_bytes_with_adapters_is_the_memory_that_is_allocated() -> None:
