@@ -13,7 +13,6 @@ from torch import Tensor
 
 from eagleray.errors import ConfigError
 from eagleray.kernels.adapters import AdapterSite, AdapterTable, LowRankFactors
-from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.forward_batch import AdapterGroups
 from eagleray.models.layers.layer import WeightGroup
 from eagleray.models.part import ModelPart
@@ -33,7 +32,6 @@ class ModelAdapters:
     def __init__(
         self,
         part: ModelPart,
-        kernels: KernelBackend,
         groups: Iterable[WeightGroup],
         declared: Iterable[WeightGroup],
         *,
@@ -50,8 +48,8 @@ class ModelAdapters:
         for group in groups:
             if group.adaptable:
                 out_features = [param.local_shape[0] for param in group.adaptable]
-                site = kernels.adapter_site(self._table, group.adaptable[0].local_shape[1], out_features)
-                group.operation = kernels.adapt(group.operation, site)
+                site = part.kernels.adapter_site(self._table, group.adaptable[0].local_shape[1], out_features)
+                group.operation = part.kernels.adapt(group.operation, site)
                 for layer, param in enumerate(group.adaptable):
                     self._places[param.name.removesuffix(SUFFIX)] = site, layer, param
 

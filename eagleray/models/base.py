@@ -210,7 +210,6 @@ class Model(ABC):
         layers = (self.make_layer(index) for index in range(self.spec.num_layers))
         self.adapters = ModelAdapters(
             self.part,
-            self._kernels,
             self.weight_groups(),
             (group for layer in layers for group in layer.groups()),
             num_slots=num_slots,
