@@ -53,7 +53,7 @@ def executor(backend: Any) -> str:
 
 
 def expert_dispatch(backend: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dispatch of tokens for a kind of all-to-all. Without expert parallelism there is none."""
+    """Return the options of token dispatch for a kind of all-to-all; none without expert parallelism."""
     is_parallel = parsed(str(given.get("enable_expert_parallel")))
     if not is_parallel or backend in ("naive", "allgather_reducescatter"):
         return {}

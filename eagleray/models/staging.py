@@ -110,7 +110,7 @@ class StagingMemory:
         return None
 
     def _mirror(self, chunk: WeightChunk) -> Tensor:
-        """Return the mirror of a chunk, which is made if there is none."""
+        """Return the mirror of a chunk, allocating one of its size if necessary."""
         mirror = self._mirrors.get(chunk.address)
         if mirror is None or len(mirror) != chunk.num_bytes:
             mirror = self._mirrors[chunk.address] = WeightChunk.allocate(chunk.num_bytes)

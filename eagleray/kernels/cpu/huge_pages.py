@@ -107,7 +107,8 @@ def exchange(one: WeightChunk, other: WeightChunk) -> bool:
 
 
 def _move_pages(source: int, target: int, size: int) -> bool:
-    """Give pages another address, and drop those that are there. `source` is empty after that, and stays mapped."""
+    """Move pages to `target`, replacing the pages there, and return whether it worked. `source` stays mapped, and
+    empty."""
     flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
     moved = _libc.mremap(
         ctypes.c_void_p(source), ctypes.c_size_t(size), ctypes.c_size_t(size), flags, ctypes.c_void_p(target)

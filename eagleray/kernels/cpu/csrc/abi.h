@@ -227,8 +227,8 @@ void er_top_k(const float* logits, int64_t stride, int64_t num_rows, int64_t siz
 
 // ---- adapters
 
-// The low-rank adapters of a product: y[layer] += scale * B (A x) for the tokens whose adapter is in a slot. The product
-// concatenates the outputs of layers, each with factors of its own.
+// The low-rank adapters of a product: y[layer] += scale * B (A x) for the tokens whose adapter is in a slot. The
+// product concatenates the outputs of layers, each with factors of its own.
 typedef struct {
   int64_t num_layers;
   int64_t max_rank;

@@ -252,7 +252,8 @@ void pack_panels(Span panels, int64_t k, T* out, RowOf&& row_of) {
         copy_past_caches(part, sizeof part, to + pair * PANEL * PAIR<T>);
       }
     }
-    for (int lane = 0; lane < PANEL && pair < pairs; lane++) pack_lane(rows[lane], k, {pair, pairs}, to + lane * PAIR<T>);
+    if (pair == pairs) continue;
+    for (int lane = 0; lane < PANEL; lane++) pack_lane(rows[lane], k, {pair, pairs}, to + lane * PAIR<T>);
   }
   finish_copies();
 }
@@ -299,7 +300,8 @@ void multiply_all(const Shard& shard, const Product<T>* products, int64_t count)
       total += partition.panels * cost(products[i], partition.rows(products[i], block));
   }
 
-  // The units of all products in order are a line of length `total`. The shard computes those that begin in its range.
+  // Laid end to end, the units of all products have the length `total`. Each shard has an equal range of it, and
+  // computes the units that begin there.
   int64_t at = 0, begin = total * shard.index / shard.count, end = total * (shard.index + 1) / shard.count;
   for (int64_t i = 0; i < count && at < end; i++) {
     Partition<T> partition(products[i], shard.count);
