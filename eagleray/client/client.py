@@ -12,14 +12,14 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
 from eagleray.client.collective_rpc import RpcCalls
 from eagleray.client.control import ControlCalls, execute
 from eagleray.client.in_flight import InFlightRequests, RecoveryObserver
-from eagleray.client.preprocess import Prompt, RequestBuilder
+from eagleray.client.preprocess import Prompt, RequestBuilder, RequestOptions
 from eagleray.client.request import RequestStream
 from eagleray.client.routing.router import Router
 from eagleray.client.text.generation_config import model_eos_token_ids
@@ -226,71 +226,17 @@ class Client:
         """Return the token ids of a prompt that could be generated from. Raises as `generate`."""
         return self._builder.tokenize(prompt, self._check_open())
 
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        timeout: float | None = None,
-        session: str | None = None,
-        rank: int | None = None,
-        adapter: Adapter | None = None,
-    ) -> RequestStream:
+    def generate(self, prompt: Prompt, params: SamplingParams, **options: Unpack[RequestOptions]) -> RequestStream:
         """Send a request to an engine; if the engine exits, another one continues the request.
-
-        `request_id`: unique among those in flight; by default one is made. `timeout`: seconds after which the request
-        fails with `DeadlineExceeded`; None: the server's own (`request_timeout`). Requests of one `session` go to the
-        same engine while it is up. `rank`: the only engine that the request may go to. `adapter`: see `find_adapter`.
 
         Raises `InvalidRequest` for a request that is impossible, `Unavailable` while no engine accepts requests and
         none is coming back, and `EngineFailed` once the instance has failed.
         """
-        request = self._builder.build(
-            prompt,
-            params,
-            self._check_open(),
-            ids_in_use=self._in_flight,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            timeout=timeout,
-            session=session,
-            rank=rank,
-            adapter=adapter,
-        )
-        return self._in_flight.start(request)
+        return self._send(prompt, params, options)
 
-    def pool(
-        self,
-        prompt: Prompt,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        timeout: float | None = None,
-        session: str | None = None,
-        rank: int | None = None,
-        adapter: Adapter | None = None,
-    ) -> RequestStream:
-        """Send a request to a pooling model, see `RequestStream.pooled`. Parameters and errors are those of
-        `generate`."""
-        request = self._builder.build(
-            prompt,
-            None,
-            self._check_open(),
-            ids_in_use=self._in_flight,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            timeout=timeout,
-            session=session,
-            rank=rank,
-            adapter=adapter,
-        )
-        return self._in_flight.start(request)
+    def pool(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> RequestStream:
+        """Send a request to a pooling model, see `RequestStream.pooled`. Raises as `generate`."""
+        return self._send(prompt, None, options)
 
     def find_adapter(self, name: str) -> Adapter | None:
         """Return the low-rank adapter of this name, if the instance has one."""
@@ -350,6 +296,10 @@ class Client:
         self._in_flight.abort_all()
         self._inbox.close()
         self._outbox.close()
+
+    def _send(self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions) -> RequestStream:
+        request = self._builder.build(prompt, params, self._check_open(), ids_in_use=self._in_flight, **options)
+        return self._in_flight.start(request)
 
     def _check_open(self) -> EngineInfo:
         """Return the served model, or raise if no requests are accepted."""

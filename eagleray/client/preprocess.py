@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Container, Iterable, Sized
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
@@ -40,6 +40,23 @@ class Prompt(NamedTuple):
 
     text: str | None = None
     token_ids: list[int] | None = None
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a request that generates or pools."""
+
+    request_id: str | None
+    """Id that is unique among the requests in flight; by default one is made."""
+    priority: int
+    cache_salt: str
+    timeout: float | None
+    """Seconds after which the request fails with `DeadlineExceeded`; None: the server's own (`request_timeout`)."""
+    session: str | None
+    """Requests of one session go to the same engine while it is up."""
+    rank: int | None
+    """The only engine that the request may go to."""
+    adapter: Adapter | None
+    """See `Client.find_adapter`."""
 
 
 class _CommonFields(NamedTuple):
@@ -94,15 +111,15 @@ class RequestBuilder:
         engine: EngineInfo,
         *,
         ids_in_use: Container[str],
-        request_id: str | None,
-        priority: int,
-        cache_salt: str,
-        timeout: float | None,
-        session: str | None,
-        rank: int | None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        session: str | None = None,
+        rank: int | None = None,
         adapter: Adapter | None = None,
     ) -> ClientRequest:
-        """Build a request for engines that serve `engine`; see `Client.generate`. `params` None: for the vector of a
+        """Build a request for engines that serve `engine`; see `RequestOptions`. `params` None: for the vector of a
         pooling model. Raises `InvalidRequest`."""
         if params is not None:
             check_generates(engine)
