@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +14,7 @@ from eagleray.client.outputs import RequestOutput
 from eagleray.client.request import RequestStream
 from eagleray.errors import InvalidRequest
 from eagleray.instance import LocalInstance
-from eagleray.lora import LoRARequest, LoraRequests
+from eagleray.lora import LoraLike, LoraRequests
 from eagleray.messages.sampling import RequestOutputKind, SamplingParams
 from eagleray.progress import Progress
 from eagleray.prompts import PromptLike, as_prompts, one_for_each
@@ -24,7 +23,6 @@ from eagleray.streaming import OutputCollector, OutputOrError
 
 OneParams = SamplingParams | Mapping[str, Any]
 ParamsLike = OneParams | Sequence[OneParams] | None
-LoraLike = LoRARequest | Sequence[LoRARequest | None] | None
 ErrorsMode = Literal["raise", "return"]
 PromptsLike = PromptLike | Iterable[PromptLike]
 Sent = tuple[RequestStream, RequestOutputKind]
@@ -69,7 +67,7 @@ class PromptBatches:
             self._prompts = iter(prompts)
 
     def next(self, size: int) -> PromptBatch | None:
-        """Return the next prompts, at most `size`; None if there are none."""
+        """Return the next prompts, at most `size`; None at the end."""
         start, prompts = self._start, list(islice(self._prompts, size))
         self._start = end = start + len(prompts)
         params, priority, lora_request = self._params, self._priority, self._lora_request
@@ -99,9 +97,8 @@ class GenerationCalls:
         self, sent: Sequence[Sent | RequestError], errors: ErrorsMode, use_tqdm: bool
     ) -> list[OutputOrError]:
         """Wait for the outputs of requests, in their order. If it fails or is cancelled, none keeps running."""
-        context: AbstractContextManager[Progress | None] = Progress("prompts", len(sent)) if use_tqdm else nullcontext()
         try:
-            with context as progress:
+            with Progress("prompts", len(sent), is_shown=use_tqdm) as progress:
                 work = [self._result(index, one, errors, progress) for index, one in enumerate(sent)]
                 return await self._instance.guard(_gather(work))
         finally:
@@ -154,7 +151,7 @@ class GenerationCalls:
         return sent
 
     async def _result(
-        self, index: int, one: Sent | RequestError, errors: ErrorsMode, progress: Progress | None
+        self, index: int, one: Sent | RequestError, errors: ErrorsMode, progress: Progress
     ) -> OutputOrError:
         result: OutputOrError
         if isinstance(one, RequestError):
@@ -166,12 +163,11 @@ class GenerationCalls:
                 if errors == "raise":
                     raise
                 result = RequestError(index, error)
-        if progress is not None:
-            if isinstance(result, RequestOutput):
-                progress.add_tokens(
-                    len(result.prompt_token_ids or ()), sum(len(output.token_ids) for output in result.outputs)
-                )
-            progress.finish(failed=isinstance(result, RequestError))
+        if isinstance(result, RequestOutput):
+            progress.add_tokens(
+                len(result.prompt_token_ids or ()), sum(len(output.token_ids) for output in result.outputs)
+            )
+        progress.finish(failed=isinstance(result, RequestError))
         return result
 
 

@@ -23,7 +23,6 @@ from eagleray.errors import InvalidRequest
 from eagleray.generation_calls import (
     ErrorsMode,
     GenerationCalls,
-    LoraLike,
     ParamsLike,
     PromptBatch,
     PromptBatches,
@@ -33,7 +32,7 @@ from eagleray.generation_calls import (
 )
 from eagleray.instance import InstanceThread
 from eagleray.instance_calls import InstanceCalls, missing_method
-from eagleray.lora import LoRARequest
+from eagleray.lora import LoraLike, LoRARequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.pooling_calls import ParamsLike as PoolingParamsLike
 from eagleray.pooling_calls import PoolingCalls
@@ -337,7 +336,8 @@ class LLM:
         pooling_task: PoolingTask | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return the vector of every prompt as an array (`outputs.data`): an embedding, or the classes'
-        probabilities. `pooling_task`: embed or classify; None: what the model is served for. Raises as `embed`."""
+        probabilities. `pooling_task`: embed or classify; None: the kind that the model is served for. Raises as
+        `embed`."""
         encoding = self._pooling.encode(
             prompts, pooling_params, pooling_task, lora_request=lora_request, use_tqdm=use_tqdm
         )

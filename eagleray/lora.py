@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,10 @@ class LoRARequest:
     """Directory of the adapter; may be empty if the adapter is loaded."""
     load_inplace: bool = False
     """Whether it replaces a loaded adapter of the same name."""
+
+
+LoraLike = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of all prompts, or an adapter or None for each."""
 
 
 class LoraRequests:

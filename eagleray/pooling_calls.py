@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from tqdm import tqdm
-
 from eagleray.client.pooling import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -31,13 +29,13 @@ from eagleray.client.request import RequestStream
 from eagleray.config.pooling_spec import PoolingSpec
 from eagleray.errors import InvalidRequest
 from eagleray.instance import LocalInstance
-from eagleray.lora import LoRARequest, LoraRequests
+from eagleray.lora import LoraLike, LoraRequests
 from eagleray.messages.membership import EngineInfo
+from eagleray.progress import Progress
 from eagleray.prompts import PromptLike, as_prompts, one_for_each
 
 ParamsLike = PoolingParams | Sequence[PoolingParams] | None
 Output = TypeVar("Output")
-LoraLike = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class PoolingCalls:
@@ -58,7 +56,7 @@ class PoolingCalls:
         request_id: str | None = None,
         priority: int = 0,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the vector of each prompt. `task` None: what the model is served for."""
+        """Return the vector of each prompt. `task` None: the kind that the model is served for."""
         given = as_prompts(prompts)
         all_params = one_for_each(PoolingParams() if params is None else params, len(given), "pooling_params")
         specs = [self._check(one, task or one.task) for one in all_params]
@@ -143,11 +141,12 @@ class PoolingCalls:
         try:
             for prompt, adapter in zip(prompts, adapters, strict=True):
                 streams.append(self._instance.pool(prompt, request_id=request_id, priority=priority, adapter=adapter))
-            with tqdm(total=len(streams), desc="prompts", disable=not use_tqdm) as bar:
+            with Progress("prompts", len(streams), is_shown=use_tqdm) as progress:
 
                 async def finish(stream: RequestStream) -> tuple[str, PooledPrompt]:
                     pooled = await stream.pooled()
-                    bar.update()
+                    progress.add_tokens(len(pooled.prompt_token_ids), 0)
+                    progress.finish()
                     return stream.request_id, pooled
 
                 return await self._instance.guard(_gather(streams, finish))
