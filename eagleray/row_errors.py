@@ -19,11 +19,11 @@ class RequestError:
     error: EagleRayError
 
     finished = True
-    """As in outputs: nothing follows."""
+    """As in outputs: nothing more comes for this prompt."""
 
     @property
     def message(self) -> str:
-        """Why there is no output."""
+        """Reason why there is no output."""
         return str(self.error)
 
 

@@ -12,7 +12,7 @@ class AppAnswer(msgspec.Struct, frozen=True):
     status: int
     body: bytes
     retry_after: float
-    """Seconds after which the client shall try again; 0 if the answer does not say so."""
+    """Seconds after which the client should try again; 0 if the answer names no time."""
 
 
 async def post(app: ASGIApp, path: str, body: bytes, *, request_id: str) -> AppAnswer:

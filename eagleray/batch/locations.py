@@ -1,4 +1,4 @@
-"""Where the files of a batch are: paths of this host, and URLs that fsspec reads and writes."""
+"""Locations of the files of a batch: paths of this host, and URLs that fsspec reads and writes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _fsspec(location: str) -> Any:
 
 @contextlib.contextmanager
 def _explaining(option: str, location: str, *, kept: str = "") -> Iterator[None]:
-    """Raise a `ConfigError` in place of errors of a file system, of which each has its own."""
+    """Raise a `ConfigError` in place of any error, because every file system raises errors of its own."""
     try:
         yield
     except ConfigError:

@@ -1,4 +1,4 @@
-"""The file of a batch's answers, which a batch that was killed finds again and goes on with."""
+"""The file of a batch's answers. A batch that was killed reads it when it starts again, and continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READ_BYTES = 2**20
 
 
 class _WrittenRow(msgspec.Struct):
-    """The fields of a line that tell which row it answers."""
+    """Fields of a line that identify the row it answers."""
 
     id: str
     custom_id: str | None
@@ -23,18 +23,18 @@ class _WrittenRow(msgspec.Struct):
 
 
 class OutputFile:
-    """Appends answers, each line as a whole. Made by `open`."""
+    """Appends answers, each line as a whole. Create it with `open`."""
 
     def __init__(self, descriptor: int, row_ids: set[str], custom_ids: set[str]) -> None:
         self._descriptor = descriptor
         self.row_ids = row_ids
-        """Ids of the rows that are answered."""
+        """Ids of the rows that have an answer."""
         self.custom_ids = custom_ids
         """The `custom_id`s of these rows, without those of duplicates."""
 
     @classmethod
     def open(cls, path: Path) -> OutputFile:
-        """Open the file, or make it. A line that was cut off by the end of its writer is removed.
+        """Open or create the file. A line that was cut off because its writer was killed is removed.
 
         Raises `ConfigError` for a file that has other content, which is left as it is.
         """

@@ -25,7 +25,7 @@ BATCH_URLS = (
     "/tokenize",
     "/detokenize",
 )
-"""Routes that rows may name. Those that steer the instance would act on the other rows."""
+"""Routes that rows may name. Routes that steer the instance would act on the other rows."""
 
 MAX_CUSTOM_ID_CHARS = 1024
 
@@ -34,7 +34,7 @@ DUPLICATE = "duplicate_custom_id"
 
 
 class RowError(msgspec.Struct, frozen=True):
-    """Why a row has no answer, or what its answer's error says."""
+    """Reason why a row has no answer, or the error of its answer."""
 
     code: str | None
     message: str
@@ -52,7 +52,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the output."""
 
     id: str
-    """Names the row of the input, see `row_id`."""
+    """Id of the row of the input, see `row_id`."""
     custom_id: str | None
     response: RowResponse | None
     error: RowError | None
@@ -83,7 +83,7 @@ def row_id(number: int) -> str:
 
 
 def parse_row(line: bytes, *, max_bytes: int) -> BatchRow:
-    """Decode a line. Raises `InvalidRequest` that says what is wrong with it."""
+    """Decode a line. Raises `InvalidRequest`."""
     if len(line) > max_bytes:
         raise InvalidRequest(f"the row has more than {max_bytes} bytes")
     try:

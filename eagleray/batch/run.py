@@ -1,6 +1,6 @@
 """Answers the rows of a batch file by the HTTP application, inside this process.
 
-Rows are sent while others run, a bounded number at a time, and each answer is written as soon as it is there. A batch
+A bounded number of rows runs at a time, and each answer is written as soon as it has come. A batch
 that is started again with the same files answers the rows that have no line in the output yet.
 """
 
@@ -32,7 +32,7 @@ class DuplicateRow(InvalidRequest):
 
 @dataclass
 class Batch:
-    """The rows of one batch, and how far they are."""
+    """A batch in progress."""
 
     app: ASGIApp
     output: OutputFile

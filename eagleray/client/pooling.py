@@ -107,7 +107,7 @@ class PoolingRequestOutput(Generic[Output]):
 
 
 def check_pooling(params: PoolingParams, engine: EngineInfo, task: PoolingTask) -> PoolingSpec:
-    """Return what the model pools. Raises `InvalidRequest` if it cannot fulfil a request of this task."""
+    """Return the pooling of the model. Raises `InvalidRequest` if it cannot fulfil a request of this task."""
     spec = engine.pooling
     if spec is None:
         raise InvalidRequest(GENERATES_ONLY, param="model")

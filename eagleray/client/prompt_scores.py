@@ -31,7 +31,7 @@ class PromptScores:
     def of(
         cls, params: SamplingParams, *, num_prompt_tokens: int, vocab_size: int, max_ids: int
     ) -> PromptScores | None:
-        """Return what `params` ask for, if they do. `max_ids`: the most ids of a row. Raises `InvalidRequest`."""
+        """Return the requested scores, or None. `max_ids`: largest number of ids of a row. Raises `InvalidRequest`."""
         if params.prompt_logprob_token_ids is None or len(params.prompt_logprob_token_ids) == 0:
             return None
         rows, start = params.prompt_logprob_token_ids, params.prompt_logprob_start or 0

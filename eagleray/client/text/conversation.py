@@ -41,7 +41,7 @@ def _is_plain(message: Any) -> bool:
 
 
 def template_message(message: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
-    """Return a copy of a checked message in this form. Of keys that are null only an assistant's content stays."""
+    """Return a copy of a checked message in this form, without keys that are null, except an assistant's content."""
     role, content = message["role"], message.get("content")
     if len(message) == 2 and type(content) is str and role != "developer" and not form.wraps_texts:
         return {"role": role, "content": content}
@@ -91,9 +91,9 @@ def _as_text(arguments: Any) -> str:
 
 
 def _as_object(given: Any) -> dict[str, Any]:
-    """Return arguments as an object; an empty one if they are no JSON object.
+    """Return arguments as an object, which is empty if they are no JSON object.
 
-    A refusal would end a conversation for good in which a model once wrote such arguments.
+    The model itself may have written them, and after a refusal such a conversation could never be continued.
     """
     if isinstance(given, str):
         try:

@@ -1,4 +1,4 @@
-"""Finds out from a chat template's syntax in which form it takes messages. Pure."""
+"""Determines the form in which a chat template takes messages, from its syntax. Pure."""
 
 from __future__ import annotations
 
