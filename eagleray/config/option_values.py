@@ -72,10 +72,15 @@ def auxiliary_outputs(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entries[name] for name in ("enable_return_routed_experts",) if name in entries}
 
 
-def fingerprint_mode(mode: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    if mode != "full":
-        raise ValueError(f"{shown(mode)} is not supported yet, full alone is: answers have the whole fingerprint")
-    return {}
+def only(word: str) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]]:
+    """Return the expansion of an option that has one supported value, and where none does not mean "off"."""
+
+    def expand(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        if value != word:
+            raise ValueError(f"{shown(value)} is not supported yet, only {word} is")
+        return {}
+
+    return expand
 
 
 def logging(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:

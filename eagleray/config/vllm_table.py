@@ -19,8 +19,8 @@ SWITCHES = _names(
     """aggregate_engine_logging allow_deprecated_quantization cohere_is_reasoning_model cudagraph_metrics
     data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb dcp_q_replicate
     disable_cascade_attn disable_chunked_mm_input disable_custom_all_reduce disable_fastapi_docs
-    disable_frontend_multiprocessing disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats
-    disable_nccl_for_dp_synchronization disable_sliding_window disable_uvicorn_access_log
+    disable_frontend_multiprocessing disable_hybrid_kv_cache_manager disable_log_requests
+    disable_nccl_for_dp_synchronization disable_sliding_window
     enable_auto_tool_choice enable_batch_sharded_sampling enable_chunked_prefill enable_cumem_allocator
     enable_dbo enable_elastic_ep enable_ep_weight_filter enable_fault_tolerance enable_flash_late_interaction
     enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing
@@ -29,12 +29,12 @@ SWITCHES = _names(
     enable_mixed_moe_lora_format enable_mm_embeds enable_mm_processor_stats enable_moe_shared_loras
     enable_nccl_comm_suspend enable_offline_docs enable_per_request_metrics enable_prompt_embeds
     enable_reasoning enable_request_id_headers enable_scale_out enable_server_load_tracking
-    enable_shm_tensor_arena enable_sleep_mode enable_tokenizer_info_endpoint
+    enable_shm_tensor_arena enable_sleep_mode
     enable_tower_connector_lora enable_trace_replay enforce_eager exclude_tools_when_tool_choice_none
     fail_on_environ_validation fully_sharded_loras grpc headless interleave_mm_strings jit_monitor_verbose
     kv_cache_metrics kv_sharing_fast_prefill language_model_only log_error_stack
     long_prefill_token_threshold_adaptive mm_device_do_normalize mm_encoder_only numa_bind
-    ray_workers_use_nsight return_sampling_mask return_tokens_as_token_ids scheduler_reserve_full_isl
+    ray_workers_use_nsight return_sampling_mask scheduler_reserve_full_isl
     skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora swa_bounded_replay tokens_only
     trust_remote_code trust_request_mm_kwargs use_fp64_gumbel use_replayssm use_tqdm_on_load
     use_v2_block_manager"""
@@ -108,8 +108,9 @@ NO_EFFECT = {
         " max_cudagraph_capture_size cuda_graph_sizes max_seq_len_to_capture attention_config moe_backend"
         " linear_backend sparse_indexer_topk_backend kernel_config ir_op_priority enable_flashinfer_autotune"
         " disable_cascade_attn jit_monitor_mode jit_monitor_verbose enable_flash_late_interaction"
-        " kv_sharing_fast_prefill swa_bounded_replay enable_hc_sp enable_batch_sharded_sampling use_fp64_gumbel"
+        " kv_sharing_fast_prefill swa_bounded_replay enable_hc_sp enable_batch_sharded_sampling"
     ),
+    "tokens are always drawn with 64-bit numbers": "use_fp64_gumbel",
     "the positions of the ranks decide how they exchange tensors": (
         "disable_custom_all_reduce disable_nccl_for_dp_synchronization dp_sync_interval enable_shm_tensor_arena"
     ),
@@ -162,7 +163,8 @@ NO_EFFECT = {
         " disable_mm_preprocessor_cache enable_mm_processor_stats"
     ),
     "no metric is hidden": "show_hidden_metrics_for_version",
-    "there is nothing to sample": "kv_cache_metrics_sample per_request_spec_decode_metrics",
+    "it belongs to `kv_cache_metrics`, which is not there": "kv_cache_metrics_sample",
+    "it belongs to `speculative_config`, which is not there": "per_request_spec_decode_metrics",
     "requests and answers are not logged": "max_log_len enable_log_deltas disable_log_requests",
     "there are no models of Cohere": "cohere_is_reasoning_model cohere_format",
     "variables that are not known are ignored": "fail_on_environ_validation",
@@ -235,7 +237,7 @@ REFUSED = {
         " tool_strict_level"
     ),
     "not supported yet: reasoning is a part of the answer's text": (
-        "reasoning_parser reasoning_parser_plugin reasoning_config enable_reasoning anthropic_disabled_thinking_effort"
+        "reasoning_parser reasoning_parser_plugin reasoning_config enable_reasoning"
     ),
     "not supported: /metrics lists the metrics that there are": (
         "kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details"
@@ -255,7 +257,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "prefill_context_parallel_size": (1,),
     "lora_dtype": ("auto",),
     "tool_strict_level": ("auto",),
-    "anthropic_disabled_thinking_effort": ("auto",),
     "structured_outputs_config": ({"backend": "auto"},),
     "guided_decoding_backend": ("auto",),
 }
@@ -272,7 +273,8 @@ ALIASES: dict[str, Fate] = {
     "all2all_backend": Expansion(values.expert_dispatch, ("expert_dispatch",)),
     "eplb_config": Expansion(values.eplb, ("num_redundant_experts", "eplb_step_interval")),
     "aux_output_config": Expansion(values.auxiliary_outputs, ("enable_return_routed_experts",)),
-    "fingerprint_mode": Expansion(values.fingerprint_mode, ()),
+    "anthropic_disabled_thinking_effort": Expansion(values.only("auto"), ()),
+    "fingerprint_mode": Expansion(values.only("full"), ()),
     "logging_config": Expansion(values.logging, ("log_level",)),
 }
 

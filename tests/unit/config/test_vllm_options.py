@@ -28,7 +28,12 @@ OWN = field_owners()
 COMMAND_LINE = {"config"}
 """Flags that are no options."""
 
-NO_ACTION_BY_DEFAULT = {"all2all_backend", "fingerprint_mode", "worker_extension_cls"}
+NO_ACTION_BY_DEFAULT = {
+    "all2all_backend",
+    "anthropic_disabled_thinking_effort",
+    "fingerprint_mode",
+    "worker_extension_cls",
+}
 """Options whose default in vLLM sets nothing, although other values do."""
 
 DEFAULTS_OF_OTHER_WORDS = {"data_parallel_backend": "processes"}
@@ -59,6 +64,10 @@ def test_vllm_table_has_each_option_once():
     names = [name for groups in (NO_EFFECT, REFUSED) for text in groups.values() for name in text.split()]
     aliases = [name for name, fate in TABLE.items() if isinstance(fate, Renamed | Expansion)]
     assert len(names) + len(aliases) == len(TABLE)
+
+
+def test_vllm_table_kinds_of_flags_are_those_of_its_options():
+    assert TABLE.keys() >= SWITCHES and TABLE.keys() >= LISTS
 
 
 def test_vllm_table_leads_to_options_that_exist():
@@ -179,6 +188,7 @@ def test_translate_option_of_vllm_becomes_ours(given, options):
         ({"kv_cache_memory_bytes": "lots"}, "option `kv_cache_memory_bytes`: expected an integer"),
         ({"eplb_config": "3"}, "option `eplb_config`: expected a JSON object"),
         ({"logging_config": {"formatter": "json"}}, "formatter is not supported yet"),
+        ({"anthropic_disabled_thinking_effort": "none"}, "'none' is not supported yet, only auto is"),
         ({"fingerprint_mode": "none"}, "option `fingerprint_mode`: 'none' is not supported yet"),
         ({"fingerprint_mode": "hash"}, "option `fingerprint_mode`: 'hash' is not supported yet"),
     ],
