@@ -78,6 +78,16 @@ Messages = Annotated[
 
 Conversations = Annotated[list[Messages], Meta(min_length=1, description="Independent conversations.")]
 
+TemplateVariables = Annotated[dict[str, Any] | None, Meta(description="More variables for the chat template.")]
+ReasoningEffort = Annotated[
+    str | None, Meta(description="Given to the chat template, whose variable `enable_thinking` it sets too.")
+]
+Tools = Annotated[
+    list[dict[str, Any]] | None,
+    Meta(description="Given to the chat template. Only with `tool_choice` none: tool calls are not supported."),
+]
+ToolChoice = Annotated[Any, Meta(description="none, or auto without `tools`.")]
+
 
 class TemplateFields(Protocol):
     """The fields of a request that determine how messages become a prompt."""

@@ -31,6 +31,21 @@ Timeout = Annotated[
         description="Seconds after which the request is given up with an error. Default: as the server is set up.",
     ),
 ]
+ModelName = Annotated[str | None, Meta(description="A name of /v1/models; may be left out.")]
+Priority = Annotated[int | None, Meta(description="Lower runs first. Only where the server schedules by priority.")]
+CacheSalt = Annotated[
+    str | None, Meta(description="Cached prompt beginnings are shared only between requests of the same salt.")
+]
+RequestId = Annotated[ShortText | None, Meta(description="Names the request. Default: the header X-Request-Id.")]
+SessionId = Annotated[ShortText | None, Meta(description="Names a session. Default: the header X-Session-ID.")]
+
+Temperature = Annotated[float | None, Meta(description="0 is greedy.")]
+TopK = Annotated[int | None, Meta(description="0 or -1: all tokens.")]
+LogitBias = Annotated[
+    dict[int, float] | None,
+    Meta(description="By token id.", extra_json_schema={"maxProperties": MAX_LOGIT_BIASES}),
+]
+StopTokenIds = Annotated[list[int] | None, Meta(extra_json_schema={"maxItems": MAX_STOP_TOKEN_IDS})]
 
 
 def check_request_id(request_id: str | None, *, param: str = "request_id") -> str | None:
@@ -47,18 +62,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         int | None,
         Meta(description="Number of completions of each prompt.", extra_json_schema={"maximum": MAX_COMPLETIONS}),
     ] = None
-    temperature: Annotated[float | None, Meta(description="0 is greedy.")] = None
+    temperature: Temperature = None
     top_p: float | None = None
-    top_k: Annotated[int | None, Meta(description="0 or -1: all tokens.")] = None
+    top_k: TopK = None
     min_p: float | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[
-        dict[int, float] | None,
-        Meta(description="By token id.", extra_json_schema={"maxProperties": MAX_LOGIT_BIASES}),
-    ] = None
+    logit_bias: LogitBias = None
     allowed_token_ids: list[int] | None = None
     bad_words: Annotated[
         list[str] | None,
@@ -74,7 +86,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             extra_json_schema={"maxItems": MAX_STOP_STRINGS},
         ),
     ] = None
-    stop_token_ids: Annotated[list[int] | None, Meta(extra_json_schema={"maxItems": MAX_STOP_TOKEN_IDS})] = None
+    stop_token_ids: StopTokenIds = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from eagleray.messages.sampling import MAX_STOP_STRINGS
 from eagleray.server.anthropic.history import AnthropicMessages, SystemText
+from eagleray.server.chat_messages import TemplateVariables
 from eagleray.server.field_fates import (
     ACCEPTED,
     COMMON,
@@ -20,7 +21,7 @@ from eagleray.server.field_fates import (
     ignored,
     refused,
 )
-from eagleray.server.fields import ShortText, Timeout
+from eagleray.server.fields import CacheSalt, ModelName, Priority, RequestId, SessionId, Temperature, Timeout, TopK
 
 
 class ThinkingOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -36,16 +37,14 @@ class OutputOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class AnthropicRequest(msgspec.Struct, kw_only=True):
     """The fields that determine the prompt."""
 
-    model: Annotated[str | None, Meta(description="A name of /v1/models; may be left out.")] = None
+    model: ModelName = None
     messages: AnthropicMessages
     system: SystemText = None
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
     tools: Annotated[list[dict[str, Any]] | None, Meta(description="Given to the chat template.")] = None
     tool_choice: dict[str, Any] | None = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Meta(description="More variables for the chat template.")
-    ] = None
+    chat_template_kwargs: TemplateVariables = None
 
 
 class MessagesRequest(AnthropicRequest, kw_only=True, forbid_unknown_fields=True):
@@ -57,23 +56,15 @@ class MessagesRequest(AnthropicRequest, kw_only=True, forbid_unknown_fields=True
         list[str] | None,
         Meta(description="Texts at which the answer ends.", extra_json_schema={"maxItems": MAX_STOP_STRINGS}),
     ] = None
-    temperature: Annotated[float | None, Meta(description="0 is greedy.")] = None
+    temperature: Temperature = None
     top_p: float | None = None
-    top_k: Annotated[int | None, Meta(description="0 or -1: all tokens.")] = None
+    top_k: TopK = None
     metadata: Annotated[Any, Meta(description="No effect on the answer.")] = None
-    priority: Annotated[
-        int | None, Meta(description="Lower runs first. Only where the server schedules by priority.")
-    ] = None
-    cache_salt: Annotated[
-        str | None, Meta(description="Cached prompt beginnings are shared only between requests of the same salt.")
-    ] = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
     timeout: Timeout | None = None
-    request_id: Annotated[
-        ShortText | None, Meta(description="Names the request. Default: the header X-Request-Id.")
-    ] = None
-    session_id: Annotated[ShortText | None, Meta(description="Names a session. Default: the header X-Session-ID.")] = (
-        None
-    )
+    request_id: RequestId = None
+    session_id: SessionId = None
 
 
 class CountTokensRequest(AnthropicRequest, kw_only=True, forbid_unknown_fields=True):

@@ -6,8 +6,17 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from eagleray.server.chat_messages import Messages
-from eagleray.server.fields import SamplingFields, ShortText, StreamOptions, Timeout
+from eagleray.server.chat_messages import Messages, ReasoningEffort, TemplateVariables, ToolChoice, Tools
+from eagleray.server.fields import (
+    CacheSalt,
+    ModelName,
+    Priority,
+    RequestId,
+    SamplingFields,
+    SessionId,
+    StreamOptions,
+    Timeout,
+)
 from eagleray.server.prompt_fields import KeptSide, PromptField, TruncationLimit
 from eagleray.server.routed_experts import RoutedExpertsFormat
 
@@ -15,15 +24,11 @@ from eagleray.server.routed_experts import RoutedExpertsFormat
 class OpenAIRequest(SamplingFields, kw_only=True):
     """The fields that both bodies have."""
 
-    model: Annotated[str | None, Meta(description="A name of /v1/models; may be left out.")] = None
+    model: ModelName = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[
-        int | None, Meta(description="Lower runs first. Only where the server schedules by priority.")
-    ] = None
-    cache_salt: Annotated[
-        str | None, Meta(description="Cached prompt beginnings are shared only between requests of the same salt.")
-    ] = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
     timeout: Timeout | None = None
     return_token_ids: Annotated[bool | None, Meta(description="Also give the token ids of prompt and completions.")] = (
         None
@@ -37,12 +42,8 @@ class OpenAIRequest(SamplingFields, kw_only=True):
         None
     )
     routed_experts_format: RoutedExpertsFormat | None = None
-    request_id: Annotated[
-        ShortText | None, Meta(description="Names the request. Default: the header X-Request-Id.")
-    ] = None
-    session_id: Annotated[ShortText | None, Meta(description="Names a session. Default: the header X-Session-ID.")] = (
-        None
-    )
+    request_id: RequestId = None
+    session_id: SessionId = None
     user: Annotated[str | None, Meta(description="OpenAI's label of the end user; no effect on the answer.")] = None
     metadata: Annotated[Any, Meta(description="No effect on the answer.")] = None
 
@@ -83,9 +84,7 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: Annotated[
         bool | None, Meta(description="Leave the last message open, for the model to go on with.")
     ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Meta(description="More variables for the chat template.")
-    ] = None
+    chat_template_kwargs: TemplateVariables = None
     add_special_tokens: Annotated[
         bool | None, Meta(description="Default false: chat templates write the special tokens themselves.")
     ] = None
@@ -94,12 +93,7 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
         Meta(description="Jinja template in place of the model's. Only with the option `trust_request_chat_template`."),
     ] = None
     documents: Annotated[list[dict[str, Any]] | None, Meta(description="Given to the chat template.")] = None
-    reasoning_effort: Annotated[
-        str | None, Meta(description="Given to the chat template, whose variable `enable_thinking` it sets too.")
-    ] = None
-    tools: Annotated[
-        list[dict[str, Any]] | None,
-        Meta(description="Given to the chat template. Only with `tool_choice` none: tool calls are not supported."),
-    ] = None
-    tool_choice: Annotated[Any, Meta(description="none, or auto without `tools`.")] = None
+    reasoning_effort: ReasoningEffort = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="No effect.")] = None

@@ -12,7 +12,7 @@ from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.errors import InvalidRequest
 from eagleray.server.chat_messages import Messages
 from eagleray.server.field_fates import ACCEPTED, MEDIA, Fate, Feature, refused
-from eagleray.server.fields import ShortText, Timeout
+from eagleray.server.fields import CacheSalt, ModelName, Priority, ShortText, Timeout
 from eagleray.server.prompt_fields import PromptField, TruncationLimit
 
 PARTS = Feature("truncation of one text of a pair", "leave it out; `truncate_prompt_tokens` limits both together")
@@ -31,14 +31,10 @@ POOLING_FATES: Mapping[str, Fate] = {
 class PoolingFields(msgspec.Struct, kw_only=True):
     """The fields that all bodies have."""
 
-    model: Annotated[str | None, Meta(description="A name of /v1/models; may be left out.")] = None
+    model: ModelName = None
     request_id: Annotated[ShortText | None, Meta(description="Shown in the answer. Default: X-Request-Id.")] = None
-    priority: Annotated[
-        int | None, Meta(description="Lower runs first. Only where the server schedules by priority.")
-    ] = None
-    cache_salt: Annotated[
-        str | None, Meta(description="Cached prompt beginnings are shared only between requests of the same salt.")
-    ] = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
     timeout: Timeout | None = None
     truncate_prompt_tokens: TruncationLimit = None
     truncation_side: Annotated[

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from eagleray.errors import InvalidRequest
-from eagleray.messages.sampling import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from eagleray.messages.sampling import MAX_STOP_STRINGS
 from eagleray.server.body import Empty, EmptyObject, Null
-from eagleray.server.fields import StreamOptions, Timeout
+from eagleray.server.fields import LogitBias, StopTokenIds, StreamOptions, Temperature, Timeout
 from eagleray.server.routed_experts import RoutedExpertsFormat
 
 T = TypeVar("T")
@@ -29,18 +29,15 @@ class SGLangSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = UNSET
     min_new_tokens: int | None = None
     stop: Annotated[str | list[str] | None, Meta(extra_json_schema={"maxItems": MAX_STOP_STRINGS})] = None
-    stop_token_ids: Annotated[list[int] | None, Meta(extra_json_schema={"maxItems": MAX_STOP_TOKEN_IDS})] = None
-    temperature: Annotated[float | None, Meta(description="0 is greedy.")] = None
+    stop_token_ids: StopTokenIds = None
+    temperature: Temperature = None
     top_p: float | None = None
     top_k: Annotated[int | None, Meta(description="-1: all tokens.")] = None
     min_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[
-        dict[int, float] | None,
-        Meta(description="By token id.", extra_json_schema={"maxProperties": MAX_LOGIT_BIASES}),
-    ] = None
+    logit_bias: LogitBias = None
     n: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

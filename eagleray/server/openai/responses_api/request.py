@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from eagleray.messages.sampling import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from eagleray.messages.sampling import MAX_STOP_STRINGS
+from eagleray.server.chat_messages import ReasoningEffort, TemplateVariables, ToolChoice, Tools
 from eagleray.server.field_fates import (
     ACCEPTED,
     COMMON,
@@ -19,16 +20,25 @@ from eagleray.server.field_fates import (
     Feature,
     refused,
 )
-from eagleray.server.fields import ShortText, Timeout
+from eagleray.server.fields import (
+    CacheSalt,
+    LogitBias,
+    ModelName,
+    Priority,
+    RequestId,
+    SessionId,
+    StopTokenIds,
+    Temperature,
+    Timeout,
+    TopK,
+)
 from eagleray.server.openai.responses_api.input_items import InputItems
 
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    effort: Annotated[
-        str | None, Meta(description="Given to the chat template, whose variable `enable_thinking` it sets too.")
-    ] = None
+    effort: ReasoningEffort = None
     summary: Annotated[str | None, Meta(description="No effect: reasoning is a part of the text.")] = None
     generate_summary: Annotated[str | None, Meta(description="Older name of `summary`.")] = None
 
@@ -41,30 +51,27 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Answer in a conversation."""
 
     input: Annotated[str | InputItems, Meta(description="A text of the user, or the items of a conversation.")]
-    model: Annotated[str | None, Meta(description="A name of /v1/models; may be left out.")] = None
+    model: ModelName = None
     instructions: Annotated[str | None, Meta(description="System message, before `input`.")] = None
     max_output_tokens: Annotated[
         Annotated[int, Meta(extra_json_schema={"minimum": 1})] | None,
         Meta(description="Default: as many as the model's length allows."),
     ] = None
     stream: bool | None = None
-    temperature: Annotated[float | None, Meta(description="0 is greedy.")] = None
+    temperature: Temperature = None
     top_p: float | None = None
-    top_k: Annotated[int | None, Meta(description="0 or -1: all tokens.")] = None
+    top_k: TopK = None
     min_p: float | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[
-        dict[int, float] | None,
-        Meta(description="By token id.", extra_json_schema={"maxProperties": MAX_LOGIT_BIASES}),
-    ] = None
+    logit_bias: LogitBias = None
     stop: Annotated[
         str | list[str] | None,
         Meta(description="Texts at which the answer ends.", extra_json_schema={"maxItems": MAX_STOP_STRINGS}),
     ] = None
-    stop_token_ids: Annotated[list[int] | None, Meta(extra_json_schema={"maxItems": MAX_STOP_TOKEN_IDS})] = None
+    stop_token_ids: StopTokenIds = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -81,30 +88,17 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     ] = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[
-        list[dict[str, Any]] | None,
-        Meta(description="Given to the chat template. Only with `tool_choice` none: tool calls are not supported."),
-    ] = None
-    tool_choice: Annotated[Any, Meta(description="none, or auto without `tools`.")] = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="No effect.")] = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Returned with the answer.")] = None
     user: Annotated[str | None, Meta(description="Returned with the answer.")] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Meta(description="More variables for the chat template.")
-    ] = None
-    priority: Annotated[
-        int | None, Meta(description="Lower runs first. Only where the server schedules by priority.")
-    ] = None
-    cache_salt: Annotated[
-        str | None, Meta(description="Cached prompt beginnings are shared only between requests of the same salt.")
-    ] = None
+    chat_template_kwargs: TemplateVariables = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
     timeout: Timeout | None = None
-    request_id: Annotated[
-        ShortText | None, Meta(description="Names the request. Default: the header X-Request-Id.")
-    ] = None
-    session_id: Annotated[ShortText | None, Meta(description="Names a session. Default: the header X-Session-ID.")] = (
-        None
-    )
+    request_id: RequestId = None
+    session_id: SessionId = None
 
     @property
     def has_logprobs(self) -> bool:
