@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -12,6 +12,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from eagleray.messages.arrays import Array
 from eagleray.server.http_responses import ENCODER
+
+Data = TypeVar("Data")
 
 Vector = Annotated[
     Any,
@@ -29,19 +31,25 @@ class PoolingUsage(msgspec.Struct, kw_only=True):
     prompt_tokens_details: None = None
 
 
+class PoolingList(msgspec.Struct, Generic[Data], kw_only=True):
+    """The answers for the texts of a request, in their order."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Data]
+    usage: PoolingUsage
+
+
 class EmbeddingData(msgspec.Struct, kw_only=True):
     index: int
     object: Literal["embedding"] = "embedding"
     embedding: Vector
 
 
-class EmbeddingResponse(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[EmbeddingData]
-    usage: PoolingUsage
+class EmbeddingResponse(PoolingList[EmbeddingData], kw_only=True):
+    pass
 
 
 class PoolingData(msgspec.Struct, kw_only=True):
@@ -50,13 +58,8 @@ class PoolingData(msgspec.Struct, kw_only=True):
     data: Vector
 
 
-class PoolingResponse(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[PoolingData]
-    usage: PoolingUsage
+class PoolingResponse(PoolingList[PoolingData], kw_only=True):
+    pass
 
 
 class ClassificationData(msgspec.Struct, kw_only=True):
@@ -67,13 +70,8 @@ class ClassificationData(msgspec.Struct, kw_only=True):
     num_classes: int
 
 
-class ClassificationResponse(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[ClassificationData]
-    usage: PoolingUsage
+class ClassificationResponse(PoolingList[ClassificationData], kw_only=True):
+    pass
 
 
 class ScoreData(msgspec.Struct, kw_only=True):
@@ -82,13 +80,8 @@ class ScoreData(msgspec.Struct, kw_only=True):
     score: float
 
 
-class ScoreResponse(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[ScoreData]
-    usage: PoolingUsage
+class ScoreResponse(PoolingList[ScoreData], kw_only=True):
+    pass
 
 
 class RankedDocument(msgspec.Struct, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -57,6 +57,7 @@ LARGE_ANSWER_NUMBERS = 2**16
 PAIR_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 Body = TypeVar("Body", bound=PoolingFields)
+List = TypeVar("List", bound=responses.PoolingList[Any])
 
 
 class _Answer(msgspec.Struct):
@@ -65,6 +66,9 @@ class _Answer(msgspec.Struct):
     request_id: str
     created: int
     model: str
+
+    def as_list(self, kind: type[List], id_prefix: str, data: list[Any], usage: PoolingUsage) -> List:
+        return kind(id=f"{id_prefix}-{self.request_id}", created=self.created, model=self.model, data=data, usage=usage)
 
 
 class PoolingRoutes:
@@ -92,7 +96,7 @@ class PoolingRoutes:
 
     def _operation(
         self,
-        handle: Callable[[Body, Request, _Answer], Awaitable[Any]],
+        handle: Callable[[Body, Request, _Answer], Coroutine[Any, Any, Any]],
         body_type: type[Body],
         response_type: type[Any],
         summary: str,
@@ -108,7 +112,7 @@ class PoolingRoutes:
                 int(time.time()),
                 self._service.model_name if adapter is None else adapter.name,
             )
-            return json_response(await unless_disconnected(request.receive, _awaited(handle(body, request, answer))))
+            return json_response(await unless_disconnected(request.receive, handle(body, request, answer)))
 
         return Operation(
             handler,
@@ -123,36 +127,14 @@ class PoolingRoutes:
     # Handlers.
 
     async def embed(self, body: EmbeddingRequest, request: Request, answer: _Answer) -> Any:
-        params = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions)
-        pooled, spec = await self._pool_inputs(body, request, params, "embed")
-        data = [
-            responses.EmbeddingData(index=index, embedding=vector)
-            for index, vector in enumerate(await self._encode_all(pooled, spec, params, body))
-        ]
-        return responses.EmbeddingResponse(
-            id=f"embd-{answer.request_id}",
-            created=answer.created,
-            model=answer.model,
-            data=data,
-            usage=_usage(pooled),
-        )
+        vectors, usage = await self._pool_vectors(body, request, "embed")
+        data = [responses.EmbeddingData(index=index, embedding=vector) for index, vector in enumerate(vectors)]
+        return answer.as_list(responses.EmbeddingResponse, "embd", data, usage)
 
     async def pool(self, body: PoolingRequest, request: Request, answer: _Answer) -> Any:
-        params = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions)
-        served = self._service.engine_info.pooling
-        task: PoolingTask = body.task or ("embed" if served is None else served.kind)
-        pooled, spec = await self._pool_inputs(body, request, params, task)
-        data = [
-            responses.PoolingData(index=index, data=vector)
-            for index, vector in enumerate(await self._encode_all(pooled, spec, params, body))
-        ]
-        return responses.PoolingResponse(
-            id=f"pool-{answer.request_id}",
-            created=answer.created,
-            model=answer.model,
-            data=data,
-            usage=_usage(pooled),
-        )
+        vectors, usage = await self._pool_vectors(body, request, body.task or self._served_task())
+        data = [responses.PoolingData(index=index, data=vector) for index, vector in enumerate(vectors)]
+        return answer.as_list(responses.PoolingResponse, "pool", data, usage)
 
     async def classify(self, body: ClassificationRequest, request: Request, answer: _Answer) -> Any:
         params = PoolingParams(use_activation=body.use_activation)
@@ -164,22 +146,14 @@ class PoolingRoutes:
             data.append(
                 responses.ClassificationData(index=index, label=label, probs=probs.tolist(), num_classes=len(probs))
             )
-        return responses.ClassificationResponse(
-            id=f"classify-{answer.request_id}",
-            created=answer.created,
-            model=answer.model,
-            data=data,
-            usage=_usage(pooled),
-        )
+        return answer.as_list(responses.ClassificationResponse, "classify", data, _usage(pooled))
 
     async def score(self, body: ScoreRequest, request: Request, answer: _Answer) -> Any:
         names, first, second = _pair_fields(body)
         texts = texts_of(first, names[0]), texts_of(second, names[1])
         scores, usage = await self._score_pairs(*texts, names, body, request)
         data = [responses.ScoreData(index=index, score=score) for index, score in enumerate(scores)]
-        return responses.ScoreResponse(
-            id=f"score-{answer.request_id}", created=answer.created, model=answer.model, data=data, usage=usage
-        )
+        return answer.as_list(responses.ScoreResponse, "score", data, usage)
 
     async def rerank(self, body: RerankRequest, request: Request, answer: _Answer) -> Any:
         documents = texts_of(body.documents, "documents")
@@ -199,6 +173,11 @@ class PoolingRoutes:
 
     # Parts of handlers.
 
+    def _served_task(self) -> PoolingTask:
+        """Return the model's task; for a model that generates, a task that `check_pooling` refuses."""
+        served = self._service.engine_info.pooling
+        return "embed" if served is None else served.kind
+
     async def _pool_inputs(
         self, body: PromptsFields, request: Request, params: PoolingParams, task: PoolingTask
     ) -> tuple[list[PooledPrompt], PoolingSpec]:
@@ -206,13 +185,32 @@ class PoolingRoutes:
         prompts = PromptMaker(self._service, body)
         return await self._send(prompts.num_prompts, prompts.make, prompts.place, body, request), spec
 
+    async def _pool_vectors(
+        self, body: EncodingFields, request: Request, task: PoolingTask
+    ) -> tuple[list[msgspec.Raw | str], PoolingUsage]:
+        """Return the vector of each prompt as the request wants it written, and the usage."""
+        params = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions)
+        pooled, spec = await self._pool_inputs(body, request, params, task)
+        encode: Callable[[Array], msgspec.Raw | str] = responses.encode_as_json
+        if body.encoding_format == "base64":
+            encode = functools.partial(
+                responses.encode_as_base64, dtype_name=body.embed_dtype, endianness=body.endianness
+            )
+        encoded = []
+        for index, one in enumerate(pooled, 1):
+            encoded.append(encode(finish_vector(one.vector, spec, params)))
+            if index % PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if sum(len(one.vector) for one in pooled) > LARGE_ANSWER_NUMBERS:
+            self._service.memory_return.schedule()
+        return encoded, _usage(pooled)
+
     async def _score_pairs(
         self, first: list[str], second: list[str], names: tuple[str, str], body: PairFields, request: Request
     ) -> tuple[list[float], PoolingUsage]:
         """Return the scores of the pairs: by the classifier, or by the similarity of their embeddings."""
-        served = self._service.engine_info.pooling
         params = PoolingParams(use_activation=body.use_activation)
-        spec = check_pooling(params, self._service.engine_info, "embed" if served is None else served.kind)
+        spec = check_pooling(params, self._service.engine_info, self._served_task())
         check_scorer(spec)
         self._service.check_tokenizer()
         pairs = match_pairs(len(first), len(second), names)
@@ -256,31 +254,10 @@ class PoolingRoutes:
         )
         return await pool_prompts(service, job, num_prompts, make_prompts, place_of)
 
-    async def _encode_all(
-        self, pooled: Sequence[PooledPrompt], spec: PoolingSpec, params: PoolingParams, body: EncodingFields
-    ) -> list[msgspec.Raw | str]:
-        encode: Callable[[Array], msgspec.Raw | str] = responses.encode_as_json
-        if body.encoding_format == "base64":
-            encode = functools.partial(
-                responses.encode_as_base64, dtype_name=body.embed_dtype, endianness=body.endianness
-            )
-        encoded = []
-        for index, one in enumerate(pooled, 1):
-            encoded.append(encode(finish_vector(one.vector, spec, params)))
-            if index % PROMPTS_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        if sum(len(one.vector) for one in pooled) > LARGE_ANSWER_NUMBERS:
-            self._service.memory_return.schedule()
-        return encoded
-
 
 def _place(name: str, num_texts: int, index: int) -> str:
     """Return the place of a text in the field `name`, which holds one text or a list of them."""
     return f"{name}[{index}]" if num_texts > 1 else name
-
-
-async def _awaited(work: Awaitable[Any]) -> Any:
-    return await work
 
 
 def _usage(pooled: Sequence[PooledPrompt]) -> PoolingUsage:
