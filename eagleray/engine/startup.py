@@ -68,7 +68,7 @@ def start_engine(
     loaded = call(LoadModel(), ModelLoaded)
     check_kernels(loaded)
     routing = _routing(config, loaded)
-    # small files, which no worker may have fetched to this node
+    # Small files. The workers may have fetched them to other nodes only.
     fetch_model(config.model, timeout=config.execution.startup_timeout, with_weights=False)
     pooling = find_pooling(config.model)
     if pooling is not None:

@@ -42,7 +42,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     announces its start (a `Chunk` with `is_started`, sent before its first step), so that its client knows which one it
     was."""
     pools: bool = False
-    """Whether the request is one for a pooling model, see `EngineInfo.pooling`."""
+    """Whether the request is for a pooling model, see `EngineInfo.pooling`."""
     announce_start: bool = False
     """Whether to announce the start as for a suspect, although the request may run among others."""
 

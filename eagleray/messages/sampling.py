@@ -211,9 +211,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def _check(params: SamplingParams) -> None:
     at_least = {"n": 1, "top_k": -1, "min_tokens": 0, "max_tokens": 1, "logprobs": -1, "prompt_logprobs": -1}
-    at_least |= {"prompt_logprob_start": 0}
-    at_least |= {"stream_interval": 1}
-    at_least |= {"routed_experts_prompt_start": 0}
+    at_least |= {"stream_interval": 1, "prompt_logprob_start": 0, "routed_experts_prompt_start": 0}
     for name, least in at_least.items():
         value = getattr(params, name)
         if value is not None:

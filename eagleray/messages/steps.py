@@ -51,9 +51,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One step: a worker applies `freed_rows`, then `new_rows`, then `new_blocks`, then computes the tokens of `rows`.
 
     A row whose last known token is computed samples the next one, which becomes known; with a pooling model, its vector
-    is reported. Every row named by
-    `freed_rows`, `new_rows` or `new_blocks` is in a valid state afterwards; `rows` has no duplicates, and is empty only
-    in an engine that steps together with others.
+    is reported. Every row named by `freed_rows`, `new_rows` or `new_blocks` is in a valid state afterwards; `rows` has
+    no duplicates, and is empty only in an engine that steps together with others.
     """
 
     step: int

@@ -18,7 +18,7 @@ INTERVAL_SECONDS = 10.0
 
 
 class _Totals(NamedTuple):
-    """Counters of one engine, or how far they went in some time."""
+    """Counters of one engine, or their increase over an interval."""
 
     num_prompt_tokens: int = 0
     """Tokens of prompts, computed or found in the prefix cache."""

@@ -310,8 +310,9 @@ class Scheduler:
         for run in runs:
             if run.is_current and run.first_step >= dropped[0].step:
                 self._preempt(run)  # its cached blocks may be among those that were never computed
-        for run in [run for run in self._running if self._pools]:
-            self._preempt(run)  # workers may have lost the hidden states of its first tokens
+        if self._pools:
+            for run in list(self._running):
+                self._preempt(run)  # workers may have lost the hidden states of its first tokens
         for flight in dropped:
             self._release_ended_runs(flight)
         self._running.free_all_rows()

@@ -105,11 +105,10 @@ class Tokenizer:
     def encode_part(
         self, text: str, max_tokens: int, *, side: TruncationSide | None, add_special_tokens: bool
     ) -> list[int]:
-        """Return at most `max_tokens` token ids of `text`, from the one of its `side`s that is kept.
+        """Return at most `max_tokens` token ids of `text`. Raises `InvalidRequest` as `encode` does.
 
-        None keeps the end, and with `add_special_tokens` the special tokens too; left and right cut the ids of the text
-        with its special tokens, which may go. Only the kept part of a long text is tokenized. Raises `InvalidRequest`
-        as `encode` does.
+        `side` left cuts off the first ids, and right the last ones, special tokens included. None cuts off the first
+        ids of the text and keeps the special tokens. Only the kept part of a long text is tokenized.
         """
         keeps_start = side == "right"
         num_chars = max(SHORT_TEXT_CHARS, EXPECTED_TOKEN_CHARS * max_tokens)
@@ -132,8 +131,8 @@ class Tokenizer:
         return ids[:max_tokens] if keeps_start else ids[max(0, len(ids) - max_tokens) :]
 
     def offsets(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Return the beginning and the end of each token in `text`, in characters; None if `token_ids` are not its
-        tokens, with the special ones around it or without."""
+        """Return the beginning and the end of each token in `text`, in characters; None if `token_ids` are not the
+        tokens of `text`, with or without special tokens around them."""
         with _explaining_failures(text):
             for add_special_tokens in (False, True):
                 encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
