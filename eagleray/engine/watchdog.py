@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from eagleray.engine.pipeline import AwaitedStep
+from eagleray.engine.core import AwaitedStep
 from eagleray.engine.timeouts import (
     WATCHDOG_LATE_SECONDS,
     WATCHDOG_MARGIN_SECONDS,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from engine_fakes import CountingGroup
 
-from eagleray.engine.pipeline import Pipeline
+from eagleray.engine.core import Pipeline
 from eagleray.errors import WorkerLost
 from eagleray.executor.executor import Executor
 from eagleray.messages.sampling import Sampling

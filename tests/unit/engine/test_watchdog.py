@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from eagleray.engine.pipeline import AwaitedStep
+from eagleray.engine.core import AwaitedStep
 from eagleray.engine.watchdog import WATCHDOG_LATE_SECONDS, StepTimer, Watchdog
 from eagleray.messages.steps import StepPlan
 
