@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from eagleray.scheduler.blocks import BlockPool
-from eagleray.scheduler.prefix import extend_hashes
+from eagleray.scheduler.blocks import BlockPool, extend_hashes
 from eagleray.scheduler.request import Request, Run
 
 

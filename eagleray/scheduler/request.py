@@ -15,7 +15,7 @@ from eagleray.messages.sampling import Sampling, Stopping
 from eagleray.messages.steps import NewRow
 from eagleray.scheduler.adapters import AdapterInSlot
 from eagleray.scheduler.admission import check_admission
-from eagleray.scheduler.prefix import root_hash
+from eagleray.scheduler.blocks import root_hash
 from eagleray.scheduler.timings import RequestTimes
 
 

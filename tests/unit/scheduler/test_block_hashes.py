@@ -1,6 +1,15 @@
 """Hashes of cache blocks."""
 
-from eagleray.scheduler.prefix import block_hashes, extend_hashes, root_hash
+from collections.abc import Sequence
+
+from eagleray.scheduler.blocks import extend_hashes, root_hash
+
+
+def block_hashes(token_ids: Sequence[int], *, block_size: int, cache_salt: str = "") -> list[bytes]:
+    """Return the hashes of all full blocks of a sequence, in order."""
+    hashes: list[bytes] = []
+    extend_hashes(hashes, token_ids, block_size=block_size, root=root_hash(cache_salt))
+    return hashes
 
 
 def test_block_hashes_partial_block_has_none():
