@@ -1,4 +1,7 @@
-"""Messages to frames and back: msgpack for the fields, frames of their own for large arrays. No pickle."""
+"""Messages to frames and back: msgpack for the fields, frames of their own for large arrays. No pickle.
+
+A small array travels inside its message. A large one is a frame, so that it is never copied into the encoder's buffer.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from eagleray.messages.arrays import Frame, pack_array, unpack_array
+from eagleray.messages.arrays import Frame
 
 Message = TypeVar("Message")
+
+INLINE_BYTES = 4096
+"""Size up to which an array is part of its message: a frame of its own costs more than the copy."""
 
 
 class Codec(Generic[Message]):
@@ -40,10 +46,17 @@ class Codec(Generic[Message]):
             self._in = []
         return message
 
-    def _encode_array(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return pack_array(value, self._out)
-        raise TypeError(f"a {type(value).__name__} cannot be part of a message")
+    def _encode_array(self, value: Any) -> tuple[str, tuple[int, ...], bytes | int]:
+        """Return (dtype, shape, data), where data is the bytes or the index of the frame that holds them."""
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"a {type(value).__name__} cannot be part of a message")
+        array = np.ascontiguousarray(value)
+        if array.nbytes <= INLINE_BYTES:
+            return array.dtype.str, array.shape, array.tobytes()
+        self._out.append(array.data.cast("B"))
+        return array.dtype.str, array.shape, len(self._out) - 1
 
     def _decode_array(self, kind: Any, value: Any) -> Any:
-        return unpack_array(value, self._in)
+        dtype, shape, data = value
+        buffer = self._in[data] if isinstance(data, int) else data
+        return np.frombuffer(buffer, dtype=np.dtype(dtype)).reshape(shape)
