@@ -1,16 +1,25 @@
-"""The text of one completion while it is generated, and the stop strings that end it.
+"""The text of one completion while it is generated, and the stop strings that end it. Owned by a `Completion`.
 
-Text that may become a stop string is held back until it is clear that it does not, so no part of a stop string is ever
-released. Owned by a `Completion`.
+A decoder turns tokens into text, piece by piece. The pieces, joined, equal the tokenizer's `decode` of the whole
+sequence, however the sequence was cut. So a piece is released only when no later token can change it: an incomplete
+character waits for its other bytes. Text that may become a stop string is held back too, until it is clear that it does
+not, so no part of a stop string is ever released.
 """
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from eagleray.client.text.incremental_decoder import new_decoder
-from eagleray.client.text.tokenizer import Tokenizer
+from eagleray.client.text.tokenizer import CLEAN_UPS, Tokenizer
+
+REPLACEMENT = "\ufffd"
+CLEAN_UP_BEGINS = re.compile(
+    "(?:" + "|".join(re.escape(old[:n]) for old, _ in CLEAN_UPS for n in range(1, len(old))) + r")\Z"
+)
+"""Matches text whose end may be the beginning of a string that `clean_up` replaces."""
 
 
 class StopMatch(NamedTuple):
@@ -104,3 +113,111 @@ def _overlap(text: str, stop_string: str) -> int:
         if text.endswith(stop_string[:length]):
             return length
     return 0
+
+
+class IncrementalDecoder(Protocol):
+    """Decoder of one sequence of tokens."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Append tokens, and return the text that has become certain."""
+
+    def pending(self) -> str:
+        """Return the text that `flush` would, or nothing if that holds a part of a character."""
+
+    def flush(self) -> str:
+        """Return the rest of the text after the last token. Bytes that are no character become U+FFFD."""
+
+
+def new_decoder(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> IncrementalDecoder:
+    """Return the decoder of a new sequence."""
+    if tokenizer.is_byte_level and not tokenizer.cleans_up:
+        return _ByteDecoder(tokenizer, skip_special_tokens)
+    return _WindowDecoder(tokenizer, skip_special_tokens)
+
+
+class _ByteDecoder:
+    """Decoder for byte-level tokenizers: the text is the tokens' bytes, decoded as UTF-8."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        bytes_of, is_special = self._tokenizer.token_bytes, self._tokenizer.is_special
+        if self._skip_special_tokens:
+            token_ids = [token_id for token_id in token_ids if not is_special(token_id)]
+        return self._utf8.decode(b"".join(map(bytes_of, token_ids)))
+
+    def pending(self) -> str:
+        return ""  # the bytes that are held back are never a whole character
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """Decoder for any tokenizer: decodes the new tokens after the one before them, and compares.
+
+    A run of byte-fallback tokens is either all valid or all replaced, so it is certain only when another token ends it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._context: list[int] = []
+        """The last token whose text was released: decoders treat a token differently if it is the first one, and
+        according to the token before it."""
+        self._context_length = 0
+        """Length of the text of `_context`."""
+        self._held: list[int] = []
+        """The tokens after `_context`."""
+        self._num_closed = 0
+        """Number of held tokens without a run of bytes at the end, which the next token might continue."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        if not self._append(token_ids):
+            return ""
+        text = self._text_of(self._held[: self._num_closed])
+        if not text or text.endswith(REPLACEMENT) or (self._tokenizer.cleans_up and CLEAN_UP_BEGINS.search(text)):
+            return ""
+        self._move(self._num_closed)
+        return self._tokenizer.clean_up(text)
+
+    def pending(self) -> str:
+        text = self._text_of(self._held)
+        return "" if REPLACEMENT in text else self._tokenizer.clean_up(text)
+
+    def flush(self) -> str:
+        text = self._text_of(self._held)
+        self._move(len(self._held))
+        return self._tokenizer.clean_up(text)
+
+    def _append(self, token_ids: Sequence[int]) -> bool:
+        """Hold more tokens, and return whether one of them ends an open run of bytes."""
+        for count in range(len(token_ids), 0, -1):
+            token_id = token_ids[count - 1]
+            if not self._is_invisible(token_id) and self._tokenizer.byte_of(token_id) is None:
+                self._num_closed = len(self._held) + count
+                self._held += token_ids
+                return True
+        self._held += token_ids
+        return False
+
+    def _is_invisible(self, token_id: int) -> bool:
+        skipped = self._skip_special_tokens and self._tokenizer.is_special(token_id)
+        return skipped or not self._tokenizer.is_token(token_id)
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        """Return the text that these tokens add to the text of the context."""
+        return self._decode(self._context + token_ids)[self._context_length :] if token_ids else ""
+
+    def _move(self, count: int) -> None:
+        """Stop holding the first `count` tokens, whose text is released."""
+        released, self._held = self._held[:count], self._held[count:]
+        self._num_closed = 0
+        self._context = released[-1:]
+        self._context_length = len(self._decode(self._context))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode_raw(token_ids, skip_special_tokens=self._skip_special_tokens)

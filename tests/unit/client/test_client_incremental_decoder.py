@@ -7,7 +7,7 @@ from client_tokenizers import KINDS, TEXTS, load
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eagleray.client.text.incremental_decoder import new_decoder
+from eagleray.client.text.detokenizer import new_decoder
 
 TOKENIZERS = {kind: load(kind) for kind in KINDS}
 CHARACTERS = st.one_of(st.sampled_from("aé京😀👍🏽\u0301\u200d� ▁\n'."), st.characters(exclude_categories=["Cs"]))
