@@ -10,8 +10,7 @@ from torch import Tensor
 
 from eagleray.kernels.backend import ExpertProducts
 from eagleray.kernels.cpu.abi import CStruct, abi
-from eagleray.kernels.cpu.linear import NativeLinear
-from eagleray.kernels.cpu.threads import EXPERT_TOKENS, aligned, threads_for
+from eagleray.kernels.cpu.linear import NativeLinear, threads_for
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.params import RouterParams
 from eagleray.kernels.recording import LinearWeight
@@ -23,6 +22,8 @@ SINGLE_THREAD_ROWS = 128
 """Up to this number of rows one thread has routed them before another one wakes."""
 SINGLE_THREAD_NUMBERS = 1 << 18
 """Up to this number of summands one thread sums them."""
+EXPERT_TOKENS = 512
+"""Tokens that go through the experts together, so few that intermediate results stay in the processor's cache."""
 
 
 def c_router_params(router: RouterParams, num_experts: int) -> CStruct:
@@ -74,6 +75,11 @@ def native_route(
         1 if n <= SINGLE_THREAD_ROWS else num_threads,
     )
     return ids, weights
+
+
+def aligned(memory: Tensor) -> int:
+    """Return the first address in `memory` that is a multiple of 64."""
+    return -(-memory.data_ptr() // 64) * 64
 
 
 class ExpertScratch:

@@ -9,10 +9,22 @@ from torch import Tensor
 
 from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.adapters import NativeAdapterSite
-from eagleray.kernels.cpu.threads import threads_for
 from eagleray.kernels.params import ClampedSwiglu
 from eagleray.kernels.recording import EmbeddingTable, LinearWeight
 from eagleray.kernels.storage import memory_of
+
+SINGLE_THREAD_SECONDS = 150e-6
+"""Work that takes one thread less than this is not worth waking another."""
+BYTES_PER_SECOND = 60e9
+"""Rough memory bandwidth of one thread."""
+OPERATIONS_PER_SECOND = 400e9
+"""Rough arithmetic rate of one thread."""
+
+
+def threads_for(num_weights: int, dtype: torch.dtype, num_rows: int, num_threads: int) -> int:
+    """Return the number of threads, at most `num_threads`, that multiply `num_rows` with `num_weights` fastest."""
+    seconds = num_weights * max(dtype.itemsize / BYTES_PER_SECOND, 2 * num_rows / OPERATIONS_PER_SECOND)
+    return 1 if seconds < SINGLE_THREAD_SECONDS else num_threads
 
 
 class NativeLinear(LinearWeight):

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.cpu.abi import CStruct, abi
+from eagleray.kernels.cpu.experts import EXPERT_TOKENS, aligned
+from eagleray.kernels.cpu.linear import threads_for
 from eagleray.kernels.cpu.mla import NativeMLA
-from eagleray.kernels.cpu.threads import EXPERT_TOKENS, aligned, threads_for
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits, power_of_two
 from eagleray.kernels.recording import Access, Buffers, Recording, Value
 from eagleray.kernels.recording_backend import Program
