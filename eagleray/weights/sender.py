@@ -27,13 +27,15 @@ from eagleray.weights.gloo_group import BUCKET_BYTES, GROUP_NAME, SENDER, GlooGr
 from eagleray.weights.tensors import as_bytes, bucket_bytes, describe, into_buckets, pack_bucket, to_update_info
 
 NUM_BUFFERS = 2
-"""Buckets at once: one is sent while the next one is packed."""
+"""Buckets at once: one is sent while the next one is packed. Tensors that are sent from where they are may be more, up
+to the bytes of these buckets, because to begin the broadcast of a small one takes longer than to send it."""
 
 
 class SentBucket(NamedTuple):
     """A bucket whose broadcast has begun."""
 
     wait: Callable[[], None]
+    num_bytes: int
     buffers: list[Tensor]
     """Its buffer, unless it is a tensor that is sent from where it is."""
 
@@ -117,20 +119,20 @@ class Sender:
         sent: deque[SentBucket] = deque()
         buffers: list[Tensor] = []
         for bucket in buckets:
-            if len(sent) == NUM_BUFFERS:
+            size = bucket_bytes(bucket)
+            while len(sent) >= NUM_BUFFERS and sum(each.num_bytes for each in sent) >= NUM_BUFFERS * self._bucket_bytes:
                 first = sent.popleft()
                 first.wait()
                 buffers += first.buffers
             parts = [tensors[info.name] for info in bucket]
             if len(parts) == 1 and parts[0].device.type == "cpu":  # nothing to pack
-                sent.append(SentBucket(group.broadcast(as_bytes(parts[0])), []))
+                sent.append(SentBucket(group.broadcast(as_bytes(parts[0])), size, []))
                 continue
-            size = bucket_bytes(bucket)
             buffer = buffers.pop() if buffers else torch.empty(0, dtype=torch.uint8)
             if len(buffer) < size:
                 buffer = torch.empty(size, dtype=torch.uint8)
             pack_bucket(parts, buffer)
-            sent.append(SentBucket(group.broadcast(buffer[:size]), [buffer]))
+            sent.append(SentBucket(group.broadcast(buffer[:size]), size, [buffer]))
         for each in sent:
             each.wait()
 
