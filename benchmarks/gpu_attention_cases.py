@@ -22,7 +22,8 @@ from eagleray.kernels.cuda.triton.mla import (
     mla_tiling,
     write_latents,
 )
-from eagleray.kernels.rope import DefaultRope, Rope
+from eagleray.kernels.rope import Rope
+from eagleray.kernels.rope_spec import DefaultRope
 
 BLOCK = 16
 

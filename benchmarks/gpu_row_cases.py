@@ -12,7 +12,8 @@ from eagleray.kernels.cuda.triton import cache_write, embedding, gate, norm, wei
 from eagleray.kernels.forward_batch import DeviceNumbers
 from eagleray.kernels.params import ClampedSwiglu
 from eagleray.kernels.ranking import Ranking
-from eagleray.kernels.rope import DefaultRope, Rope
+from eagleray.kernels.rope import Rope
+from eagleray.kernels.rope_spec import DefaultRope
 from eagleray.kernels.torch.functional import clamped_swiglu, silu_and_mul
 from eagleray.messages.sampling import Sampling
 from eagleray.worker.device_sampler import DeviceSampler

@@ -15,8 +15,8 @@ from eagleray.config.sections import Config
 from eagleray.config.serving import ServingConfig
 from eagleray.config.vllm_options import option_fate, translate
 from eagleray.errors import ConfigError
-from eagleray.hub.prepare import prepare_model
 from eagleray.log import get_logger, setup_logging
+from eagleray.preflight import checked_model
 
 logger = get_logger(__name__)
 
@@ -77,7 +77,7 @@ class EngineArgs:
         setup_logging("llm", config.observability.log_level)
         for note in known.notes:
             logger.info("%s", note)
-        return msgspec.structs.replace(config, model=prepare_model(config.model))
+        return msgspec.structs.replace(config, model=checked_model(config.model))
 
 
 class AsyncEngineArgs(EngineArgs):

@@ -19,8 +19,8 @@ from eagleray.config.resolve import served_names
 from eagleray.config.sections import Config
 from eagleray.fleet.supervisor import Supervisor
 from eagleray.fleet.timeouts import FLUSH_SECONDS
-from eagleray.hub.prepare import prepare_model
 from eagleray.log import get_logger
+from eagleray.preflight import checked_model
 from eagleray.process.open_files import raise_open_files_limit
 from eagleray.server.connection_limit import SPARE_FILES, connection_limit
 from eagleray.server.tls import load_tls
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
     connection_limit(config.serving.max_connections, open_files=open_files)
     load_tls(config.serving)  # files that do not fit together are an error before processes start
     # here, too: a wrong name is an error at once, and a download takes as long as it takes
-    config = msgspec.structs.replace(config, model=prepare_model(config.model))
+    config = msgspec.structs.replace(config, model=checked_model(config.model))
     if config.model.model is None:
         logger.info("no model was given: serving the embedded demo model, a toy of a few million parameters")
     with open_listener(config.serving) as listener:

@@ -32,6 +32,20 @@ def served_names(model: ModelConfig) -> list[str]:
     return [model.model if model.model is not None else DEMO_MODEL_NAME]
 
 
+def max_model_len(model: ModelConfig, longest: int, source: Path) -> int:
+    """Return the length of the longest sequence. `longest`: number of tokens that the model was made for by its file
+    `source`. Raises `ConfigError` if the option asks for more."""
+    wanted = model.max_model_len
+    if wanted is None or wanted == "auto":
+        return longest
+    if wanted > longest:
+        raise ConfigError(
+            f"option `max_model_len`: {wanted} is longer than the {longest} tokens that {source} says the model was "
+            "made for"
+        )
+    return wanted
+
+
 def logprobs_limit(model: ModelConfig, vocab_size: int) -> int:
     """Return the largest number of likeliest tokens that a request may ask for."""
     return vocab_size if model.max_logprobs == -1 else model.max_logprobs

@@ -9,13 +9,29 @@ import math
 from typing import Any
 
 from eagleray.config.json_files import shown
-from eagleray.kernels.rope import DefaultRope, DynamicRope, LinearRope, Llama3Rope, RopeSpec, YarnRope
+from eagleray.kernels.rope_spec import DefaultRope, DynamicRope, LinearRope, Llama3Rope, RopeSpec, YarnRope
 from eagleray.models.config_file import MAX_POSITIONS, ConfigFile
 
 MAX_FACTOR = 1e6
 """Largest factor of lengths and frequencies; published models have up to a few hundred."""
 
 SUPPORTED = "default, linear, dynamic, llama3 and yarn"
+
+
+ANY_THETA = 10_000.0
+"""Base of the frequencies where only the length is read, which does not depend on it."""
+
+
+def stated_length(config: ConfigFile) -> int | None:
+    """Return the length that config.json says the model was trained for; None if the family's default holds.
+
+    Raises `CheckpointError` as `read_rope` does.
+    """
+    if config.get("max_position_embeddings") is None:
+        return None
+    max_positions = config.integer("max_position_embeddings", None, maximum=MAX_POSITIONS)
+    rope = read_rope(config, default_theta=ANY_THETA, max_position_embeddings=max_positions)
+    return scaled_max_positions(rope, max_positions)
 
 
 def scaled_max_positions(rope: RopeSpec, max_position_embeddings: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from eagleray.config.json_files import shown
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
-from eagleray.kernels.rope import RopeSpec
+from eagleray.kernels.rope_spec import RopeSpec
 from eagleray.models.config_file import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB_SIZE, ConfigFile
 from eagleray.models.rope_config import check_head_dim, read_rope, scaled_max_positions
 

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from eagleray.client.text.chat_template import read_template
 from eagleray.client.text.tokenizer_files import chat_template_source, read_tokenizer_config
 from eagleray.config.sections import ModelConfig
 from eagleray.hub.locate import tokenizer_dir
@@ -47,7 +48,7 @@ class TokenizerInfoRoute:
         info = {name: _plain(value) for name, value in config.items() if name not in FILE_FIELDS}
         info["tokenizer_class"] = info.get("tokenizer_class") or DEFAULT_CLASS
         if self._model.chat_template is not None:
-            info["chat_template"] = Path(self._model.chat_template).expanduser().read_text(encoding="utf-8")
+            info["chat_template"] = read_template(Path(self._model.chat_template).expanduser())
         elif templates := chat_template_source(directory, config):
             info["chat_template"] = templates.get("default", templates)
         return info

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from eagleray.config.resolve import engine_index, engines_on_host, expert_dispatch, logprobs_limit
+from eagleray.config.resolve import engine_index, engines_on_host, expert_dispatch, logprobs_limit, max_model_len
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 from eagleray.hub.locate import checkpoint_dir
@@ -153,7 +153,8 @@ class LoadedWorker:
         timeout = self.setup.config.execution.startup_timeout
         fetch_model(self.setup.config.model, timeout=timeout, with_weights=True)
         self.model = self._load_with_kernels()
-        self.max_model_len = self._max_model_len()
+        config = self.setup.config.model
+        self.max_model_len = max_model_len(config, self.model.spec.max_model_len, config_file(config))
         path = self.setup.config.execution.worker_extension_cls
         self.extension = Extension.load(path, self, open_default_group=self._open_default_group)
 
@@ -306,18 +307,6 @@ class LoadedWorker:
             balance_interval=parallel.eplb_step_interval if parallel.enable_eplb else None,
             keeps_ids=config.model.enable_return_routed_experts,
         )
-
-    def _max_model_len(self) -> int:
-        config, longest = self.setup.config.model, self.model.spec.max_model_len
-        wanted = config.max_model_len
-        if wanted is None or wanted == "auto":
-            return longest
-        if wanted > longest:
-            raise ConfigError(
-                f"option `max_model_len`: {wanted} is longer than the {longest} tokens that "
-                f"{config_file(config)} says the model was made for"
-            )
-        return wanted
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
@@ -24,7 +27,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from eagleray.client.text.conversation import check_messages, template_message
 from eagleray.client.text.template_form import ContentFormat, MessageForm, message_form
-from eagleray.errors import InvalidRequest
+from eagleray.config.json_files import read_bounded, shown
+from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
 
 END_OF_TEXT = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the last message to find its end in the rendered text. The space shows whether texts are trimmed."""
@@ -32,6 +36,9 @@ END_OF_TEXT = "CONTINUE_FINAL_MESSAGE_TAG "
 
 MAX_GIVEN_TEMPLATES = 16
 """Number of templates of requests that are kept in compiled form."""
+
+MAX_TEMPLATE_BYTES = 2**22
+"""Size limit of the file of a template. Those of published models have up to 20 KiB."""
 
 MAX_PRODUCT = 2**20
 """Largest length of a text or list that a template may make by repetition, and of a number in bits."""
@@ -81,7 +88,7 @@ class ChatTemplate:
         self._variables = variables
         self._content_format = content_format
         self._compiled: dict[str, _CompiledTemplate] = {}
-        self._compile_given = functools.lru_cache(MAX_GIVEN_TEMPLATES)(self._compile)
+        self._compile_given = functools.lru_cache(MAX_GIVEN_TEMPLATES)(partial(_compile, content_format=content_format))
 
     def render(
         self,
@@ -145,20 +152,24 @@ class ChatTemplate:
                 param="messages",
             )
         if name not in self._compiled:
-            self._compiled[name] = self._compile(self._sources[name])
+            self._compiled[name] = _compile(self._sources[name], self._content_format)
         return self._compiled[name]
 
-    def _compile(self, source: str) -> _CompiledTemplate:
-        environment = _environment()
-        try:
-            form = message_form(environment.parse(source), source, self._content_format)
-            return _CompiledTemplate(environment.from_string(source), form)
-        except TemplateSyntaxError as error:
-            raise InvalidRequest(
-                f"the chat template has an error in line {error.lineno}: {error.message}", param="messages"
-            ) from None
-        except RecursionError:
-            raise InvalidRequest("the chat template is nested too deeply", param="messages") from None
+
+def read_template(path: Path) -> str:
+    """Return the template in the file of the option `chat_template`. Raises `ConfigError` for a file that cannot be
+    read, or is no Jinja template."""
+    name = f"option `chat_template`: {shown(str(path))}"
+    if not os.path.isfile(path):  # unlike the path's method, for a text of any length
+        raise ConfigError(f"{name} is no file; give the path of a file with a Jinja template")
+    try:
+        source = read_bounded(path, max_bytes=MAX_TEMPLATE_BYTES).decode()
+        _compile(source, "auto")
+    except CheckpointError as error:  # names the file
+        raise ConfigError(f"option `chat_template`: {error}") from None
+    except (UnicodeDecodeError, InvalidRequest) as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return source
 
 
 class _CompiledTemplate(NamedTuple):
@@ -205,6 +216,20 @@ class _CompiledTemplate(NamedTuple):
         final_text = _open_end(conversation) if continues else ""
         text = _render(self.template, {**variables, "messages": conversation}, budget)
         return _cut(text, final_text) if continues else text
+
+
+def _compile(source: str, content_format: ContentFormat) -> _CompiledTemplate:
+    """Compile a template. Raises `InvalidRequest` if it is none."""
+    environment = _environment()
+    try:
+        form = message_form(environment.parse(source), source, content_format)
+        return _CompiledTemplate(environment.from_string(source), form)
+    except TemplateSyntaxError as error:
+        raise InvalidRequest(
+            f"the chat template has an error in line {error.lineno}: {error.message}", param="messages"
+        ) from None
+    except RecursionError:
+        raise InvalidRequest("the chat template is nested too deeply", param="messages") from None
 
 
 def _other_forms(messages: Sequence[Mapping[str, Any]], form: MessageForm) -> Iterator[MessageForm]:

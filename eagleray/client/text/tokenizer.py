@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer as Backend
 
-from eagleray.client.text.chat_template import ChatTemplate, RenderBudget
+from eagleray.client.text.chat_template import ChatTemplate, RenderBudget, read_template
 from eagleray.client.text.end_tokens import eos_token_ids
 from eagleray.client.text.template_form import ContentFormat
 from eagleray.client.text.tokenizer_files import chat_template_source, load_backend, named_tokens, read_tokenizer_config
-from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
+from eagleray.errors import CheckpointError, InvalidRequest
 
 TruncationSide = Literal["left", "right"]
 
@@ -79,9 +79,7 @@ class Tokenizer:
                 f"({type(error).__name__}: {error})"
             ) from None
         if chat_template is not None:
-            if not chat_template.is_file():
-                raise ConfigError(f"option `chat_template`: there is no file {str(chat_template)!r}")
-            templates = {"default": chat_template.read_text(encoding="utf-8")}
+            templates = {"default": read_template(chat_template)}
         eos = eos_token_ids(directory)
         if not eos and (token_id := backend.token_to_id(named.get("eos_token", ""))) is not None:
             eos = (token_id,)

@@ -17,7 +17,8 @@ from eagleray.kernels.cpu.backend import CpuBackend
 from eagleray.kernels.cpu.build.library import native_library
 from eagleray.kernels.forward_batch import AdapterGroups
 from eagleray.kernels.kv_cache import KVCache
-from eagleray.kernels.rope import DefaultRope, Rope
+from eagleray.kernels.rope import Rope
+from eagleray.kernels.rope_spec import DefaultRope
 from eagleray.kernels.torch.backend import TorchBackend
 
 SIZES = (40, 24, 24)

@@ -16,7 +16,8 @@ from eagleray.kernels.cpu.program import CpuProgram, HostCall, LoweredOps, Nativ
 from eagleray.kernels.forward_batch import PassLimits
 from eagleray.kernels.params import AttentionParams, RouterParams
 from eagleray.kernels.recording import Recording
-from eagleray.kernels.rope import DefaultRope, Rope
+from eagleray.kernels.rope import Rope
+from eagleray.kernels.rope_spec import DefaultRope
 from eagleray.parallel.group import SingleRankGroup
 
 SIZE, INNER, NUM_EXPERTS, HEAD_DIM = 32, 48, 4, 16

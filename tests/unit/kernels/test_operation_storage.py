@@ -18,7 +18,8 @@ from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
-from eagleray.kernels.rope import DefaultRope, Rope
+from eagleray.kernels.rope import Rope
+from eagleray.kernels.rope_spec import DefaultRope
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.onednn import OneDnnBackend
 

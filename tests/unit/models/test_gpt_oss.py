@@ -22,7 +22,7 @@ from eagleray.errors import CheckpointError, ConfigError
 from eagleray.kernels.choose import ModelTraits
 from eagleray.kernels.params import ClampedSwiglu
 from eagleray.kernels.quantized import Mxfp4Weight
-from eagleray.kernels.rope import YarnRope
+from eagleray.kernels.rope_spec import YarnRope
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.models import mxfp4, registry
 from eagleray.models.config_file import ConfigFile

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagleray.errors import CheckpointError
-from eagleray.kernels.rope import DefaultRope, DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+from eagleray.kernels.rope import Rope
+from eagleray.kernels.rope_spec import DefaultRope, DynamicRope, LinearRope, Llama3Rope, YarnRope
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.registry import MODULES, import_family
 from eagleray.models.size import num_parameters

@@ -18,7 +18,8 @@ from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, RouterParams
 from eagleray.kernels.recording_backend import RecordedForward
-from eagleray.kernels.rope import DefaultRope, Rope
+from eagleray.kernels.rope import Rope
+from eagleray.kernels.rope_spec import DefaultRope
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
 

@@ -8,7 +8,8 @@ from triton_compile import CAPABILITIES, compile_kernel
 
 from eagleray.kernels.cuda.triton import cache_write
 from eagleray.kernels.cuda.triton.cache_write import write_keys_values
-from eagleray.kernels.rope import DefaultRope, Rope
+from eagleray.kernels.rope import Rope
+from eagleray.kernels.rope_spec import DefaultRope
 from eagleray.kernels.torch.attention import write_cache
 from eagleray.kernels.torch.functional import rms_norm, rotate
 

@@ -1,0 +1,26 @@
+"""The checks of a model's options against its files, before a process is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eagleray.client.text.chat_template import read_template
+from eagleray.config.resolve import max_model_len
+from eagleray.config.sections import ModelConfig
+from eagleray.hub.model_json import config_file, read_config
+from eagleray.hub.prepare import prepare_model
+from eagleray.models.config_file import ConfigFile
+from eagleray.models.rope_config import stated_length
+
+
+def checked_model(model: ModelConfig) -> ModelConfig:
+    """Return the configuration pinned, see `prepare_model`, after checking what would otherwise end processes that have
+    started. Raises `CheckpointError`, `ConfigError` and `DeadlineExceeded`."""
+    if model.chat_template is not None:  # before a download
+        read_template(Path(model.chat_template).expanduser())
+    model = prepare_model(model)
+    path = config_file(model)
+    length = stated_length(ConfigFile(path, read_config(model), is_changed=bool(model.hf_overrides)))
+    if length is not None:
+        max_model_len(model, length, path)
+    return model

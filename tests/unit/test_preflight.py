@@ -1,0 +1,100 @@
+"""Options that contradict the model's files, which are found before a process is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from eagleray.config.sections import ModelConfig
+from eagleray.engine_args import EngineArgs
+from eagleray.errors import CheckpointError, ConfigError
+from eagleray.preflight import checked_model
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A checkpoint whose files are not read, except config.json."""
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes(b"")
+    return tmp_path
+
+
+def write_config(directory, **fields):
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "longest"),
+    [
+        ({"max_position_embeddings": 1000}, 1000),
+        ({"max_position_embeddings": 1000, "rope_scaling": {"type": "linear", "factor": 2.0}}, 2000),
+        ({"max_position_embeddings": 1000, "rope_parameters": YARN}, 4000),
+    ],
+)
+def test_checked_model_length_beyond_the_files_is_refused(fields, longest, directory):
+    write_config(directory, **fields)
+    model = ModelConfig(model=str(directory), max_model_len=longest)
+    assert checked_model(model).max_model_len == longest
+    with pytest.raises(ConfigError, match=rf"`max_model_len`: 5000 is longer than the {longest} tokens .*config\.json"):
+        checked_model(ModelConfig(model=str(directory), max_model_len=5000))
+
+
+def test_checked_model_length_counts_overrides(directory):
+    write_config(directory, max_position_embeddings=1000)
+    overrides = {"rope_scaling": YARN}
+    checked_model(ModelConfig(model=str(directory), max_model_len=4000, hf_overrides=overrides))
+    with pytest.raises(CheckpointError, match="with `hf_overrides`: the rope type 'none' is not supported"):
+        checked_model(ModelConfig(model=str(directory), hf_overrides={"rope_scaling": {"type": "none"}}))
+
+
+def test_checked_model_length_of_the_family_is_left_to_the_engine(directory):
+    write_config(directory)
+    assert checked_model(ModelConfig(model=str(directory), max_model_len=10**6)).max_model_len == 10**6
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "is no file; give the path of a file with a Jinja template"),
+        (b"{% for message in messages %}", "an error in line 1: Unexpected end of template"),
+        (b"a\n{{ messages | shout }}", "an error in line 2: No filter named 'shout'"),
+        (b"\xff\xfe", "'utf-8' codec can't decode byte 0xff"),
+        (b" " * (2**22 + 1), "is larger than 4 MiB"),
+        (b"{{" + b"(" * 100_000, "nested too deeply"),
+    ],
+)
+def test_checked_model_chat_template_that_is_none_is_refused(content, problem, tmp_path):
+    path = tmp_path / "template.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    # before the model, whose download may take long
+    with pytest.raises(ConfigError) as caught:
+        checked_model(ModelConfig(model="no/model", chat_template=str(path)))
+    assert "option `chat_template`" in str(caught.value) and "template.jinja" in str(caught.value)
+    assert problem in str(caught.value)
+
+
+def test_checked_model_chat_template_text_is_no_path(tmp_path):
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}" * 100
+    with pytest.raises(ConfigError) as caught:
+        checked_model(ModelConfig(chat_template=template))
+    assert "option `chat_template`" in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_engine_args_config_checks_options_against_the_files():
+    with pytest.raises(ConfigError, match="longer than the 2048 tokens"):
+        EngineArgs(max_model_len=4096).config()
+
+
+@pytest.mark.parametrize("options", [["--max-model-len", "8k"], ["--chat-template", "missing.jinja"]])
+def test_serve_option_that_contradicts_the_files_starts_no_process(options, tmp_path):
+    command = [sys.executable, "-m", "eagleray", "serve", "--port", "0", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"eagleray: error: option `{options[0][2:].replace('-', '_')}`: ")
+    assert done.stderr.count("\n") == 1
