@@ -19,7 +19,6 @@ from eagleray.server.fields import SamplingFields
 from eagleray.server.generation import Generation, Usage
 from eagleray.server.generation_route import GenerationFields, ParsedRequest
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
-from eagleray.server.prompt_fields import encode_prompt
 from eagleray.server.refusals import Reasons
 from eagleray.server.service import Service
 
@@ -91,7 +90,7 @@ class ParsedConversation(ParsedRequest[Body, Chunk]):
 
     async def make_prompts(self) -> list[Prompt]:
         text = await self._conversation.render(self.service)
-        return [await encode_prompt(self.service, text, self._conversation, add_special_tokens=False)]
+        return [await self.service.encode_prompt(text, self._conversation, add_special_tokens=False)]
 
     def _logprobs(self, generation: Generation, delta: CompletionDelta) -> ChatLogprobs:
         k = self.task.params.logprobs or 0

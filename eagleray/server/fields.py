@@ -1,18 +1,20 @@
-"""The fields that the bodies of generating routes share. null means "not given" for all, as in OpenAI's API."""
+"""The fields that the bodies of several routes share. null means "not given" for all, as in OpenAI's API."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Protocol, cast
 
 import msgspec
 from msgspec import Meta
 
 from eagleray.client.field_checks import MAX_TIMEOUT_SECONDS
 from eagleray.client.preprocess import MAX_COMPLETIONS, MAX_LOGPROB_TOKEN_IDS
+from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_INTEGER,
     MAX_LOGIT_BIASES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
@@ -46,6 +48,46 @@ LogitBias = Annotated[
     Meta(description="By token id.", extra_json_schema={"maxProperties": MAX_LOGIT_BIASES}),
 ]
 StopTokenIds = Annotated[list[int] | None, Meta(extra_json_schema={"maxItems": MAX_STOP_TOKEN_IDS})]
+
+Prompts = str | list[str | int | list[int]]
+PromptField = Annotated[
+    Prompts,
+    Meta(description="A text, a list of texts, the token ids of one prompt, or a list of those."),
+]
+
+TruncationLimit = Annotated[
+    Annotated[int, Meta(ge=-1, le=MAX_INTEGER)] | None,
+    Meta(description="Keep this many tokens of a longer prompt; -1: as many as leave room for one token."),
+]
+KeptSide = Annotated[
+    TruncationSide | None,
+    Meta(
+        description="Tokens to keep: right, the first ones; left, the last ones. Default: the last ones, and the "
+        "special tokens around a text."
+    ),
+]
+
+
+class TruncationFields(Protocol):
+    """The fields of a request that limit its prompts."""
+
+    truncate_prompt_tokens: int | None
+    truncation_side: TruncationSide | None
+
+
+def split_prompts(given: Prompts, name: str) -> list[str | list[int]]:
+    """Return the prompts of the field `name`, each a text or token ids. Raises `InvalidRequest`."""
+    parts = [given] if isinstance(given, str) else given
+    if not parts:
+        raise InvalidRequest(f"`{name}` is empty; give a text, or token ids", param=name)
+    kinds = set(map(type, parts))  # quick even for a million of them
+    if int not in kinds:
+        return cast("list[str | list[int]]", parts)
+    if kinds == {int}:
+        return [cast("list[int]", parts)]
+    raise InvalidRequest(
+        f"`{name}` mixes token ids with whole prompts; put the ids of each prompt into a list of their own", param=name
+    )
 
 
 def check_request_id(request_id: str | None, *, param: str = "request_id") -> str | None:

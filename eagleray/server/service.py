@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from eagleray.client.client import Client
+from eagleray.client.preprocess import Prompt
 from eagleray.client.text.generation_config import default_sampling
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.resolve import local_ranks, served_names
@@ -26,6 +27,7 @@ from eagleray.metrics.ledger import Ledger
 from eagleray.server.admission import Admission
 from eagleray.server.body import IGNORED_FIELDS, BodyDecoder
 from eagleray.server.field_fates import Fate
+from eagleray.server.fields import TruncationFields
 from eagleray.server.fingerprint import system_fingerprint
 from eagleray.server.lenient_body import IgnoredFieldLog
 from eagleray.server.memory_return import MemoryReturn
@@ -156,6 +158,24 @@ class Service:
         adapters = [adapter.name for adapter in self.client.state.adapters]
         raise UnknownModel(f"model {name!r} is not served here; served: {', '.join([*self.model_names, *adapters])}")
 
+    async def encode_prompt(self, text: str, fields: TruncationFields, *, add_special_tokens: bool) -> Prompt:
+        """Return the tokens of a text, with the text unless a part is missing. Raises as `TextProcessor.encode`."""
+        num_kept = self._num_kept(fields)
+        if num_kept is None:
+            return Prompt(text, await self.text.encode(text, add_special_tokens=add_special_tokens))
+        return Prompt(
+            token_ids=await self.text.encode_part(
+                text, num_kept, side=fields.truncation_side, add_special_tokens=add_special_tokens
+            )
+        )
+
+    def limit_token_ids(self, token_ids: list[int], fields: TruncationFields) -> list[int]:
+        """Return the token ids of a prompt, or the part of them that the request keeps. Raises `InvalidRequest`."""
+        num_kept = self._num_kept(fields)
+        if num_kept is None or len(token_ids) <= num_kept:
+            return token_ids
+        return token_ids[:num_kept] if fields.truncation_side == "right" else token_ids[len(token_ids) - num_kept :]
+
     def check_priority(self, priority: int | None) -> int:
         """Return the priority with its default. Raises `InvalidRequest` if it could have no effect."""
         if priority and not self.has_priorities:
@@ -193,3 +213,19 @@ class Service:
     def unique(self, request_id: str) -> str:
         """Return a unique id for a request to the engines, because users may give several requests one X-Request-Id."""
         return f"{request_id}-{next(self._serial)}"
+
+    def _num_kept(self, fields: TruncationFields) -> int | None:
+        """Return the most tokens of a prompt, or None if the request sets no limit of its own."""
+        limit = fields.truncate_prompt_tokens
+        if limit is None:
+            return None
+        max_model_len = self.max_model_len
+        if limit > max_model_len:
+            raise InvalidRequest(
+                f"`truncate_prompt_tokens` must be at most {max_model_len}, the model's length (option "
+                f"`max_model_len`), but it is {limit}",
+                param="truncate_prompt_tokens",
+            )
+        if limit == -1:
+            return max_model_len if self.engine_info.pooling is not None else max_model_len - 1
+        return limit

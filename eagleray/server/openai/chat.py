@@ -33,7 +33,6 @@ from eagleray.server.openai.responses import (
     ChatMessage,
     ChatResponse,
 )
-from eagleray.server.prompt_fields import encode_prompt
 from eagleray.server.refusals import Reasons
 from eagleray.server.routed_experts import routed_experts
 from eagleray.server.service import Service
@@ -116,7 +115,7 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
         if self.body.return_prompt_text:
             self._prompt_text = text
         add_special_tokens = bool(self.body.add_special_tokens)
-        return await encode_prompt(self.service, text, self.body, add_special_tokens=add_special_tokens)
+        return await self.service.encode_prompt(text, self.body, add_special_tokens=add_special_tokens)
 
     def _messages(self, generation: Generation) -> Conversation:
         """Return the conversation that a generation answers."""

@@ -11,12 +11,12 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.field_fates import COMPLETION_FATES
+from eagleray.server.fields import split_prompts
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
 from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import CompletionLogprobs, LogprobsCollector, Position, completion_logprobs, slices
 from eagleray.server.openai.requests import CompletionRequest
 from eagleray.server.openai.responses import CompletionChoice, CompletionResponse
-from eagleray.server.prompt_fields import encode_prompt, limit_token_ids, split_prompts
 from eagleray.server.routed_experts import routed_experts
 
 DEFAULT_MAX_TOKENS = 16
@@ -69,9 +69,9 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
 
     async def _prompt(self, part: str | list[int]) -> Prompt:
         if isinstance(part, list):
-            return Prompt(token_ids=limit_token_ids(self.service, part, self.body))
+            return Prompt(token_ids=self.service.limit_token_ids(part, self.body))
         add_special_tokens = self.body.add_special_tokens is not False
-        return await encode_prompt(self.service, part, self.body, add_special_tokens=add_special_tokens)
+        return await self.service.encode_prompt(part, self.body, add_special_tokens=add_special_tokens)
 
     def _logprobs(self, generation: Generation, delta: CompletionDelta) -> CompletionLogprobs:
         return self._format(generation, delta.index, delta.token_ids, delta.logprobs or [])

@@ -9,15 +9,17 @@ from msgspec import Meta
 from eagleray.server.chat_messages import Messages, ReasoningEffort, TemplateVariables, ToolChoice, Tools
 from eagleray.server.fields import (
     CacheSalt,
+    KeptSide,
     ModelName,
     Priority,
+    PromptField,
     RequestId,
     SamplingFields,
     SessionId,
     StreamOptions,
     Timeout,
+    TruncationLimit,
 )
-from eagleray.server.prompt_fields import KeptSide, PromptField, TruncationLimit
 from eagleray.server.routed_experts import RoutedExpertsFormat
 
 

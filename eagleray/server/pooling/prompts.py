@@ -13,7 +13,7 @@ from eagleray.client.preprocess import POOLED, Prompt
 from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.errors import InvalidRequest
 from eagleray.server.chat_messages import MAX_TEMPLATE_VARIABLES, TemplateFields, check_template_fields, render_chat
-from eagleray.server.prompt_fields import Prompts, TruncationFields, encode_prompt, limit_token_ids, split_prompts
+from eagleray.server.fields import Prompts, TruncationFields, split_prompts
 from eagleray.server.service import Service
 
 TEXTS_AT_ONCE = 16
@@ -134,9 +134,9 @@ async def encode_prompts(
     for index, part in enumerate(parts):
         with naming_place(place_of, index):
             if isinstance(part, str):
-                prompts.append(await encode_prompt(service, part, kept, add_special_tokens=add_special_tokens))
+                prompts.append(await service.encode_prompt(part, kept, add_special_tokens=add_special_tokens))
             else:
-                prompts.append(Prompt(token_ids=limit_token_ids(service, part, kept)))
+                prompts.append(Prompt(token_ids=service.limit_token_ids(part, kept)))
         if len(prompts) % TEXTS_AT_ONCE == 0:
             await asyncio.sleep(0)
     return prompts
@@ -171,7 +171,7 @@ async def encode_pairs(
                 documents=None,
             )
         with naming_place(place_of, index):
-            prompt = await encode_prompt(service, text, kept, add_special_tokens=True)
+            prompt = await service.encode_prompt(text, kept, add_special_tokens=True)
         prompts.append(Prompt(token_ids=prompt.token_ids))
         if len(prompts) % TEXTS_AT_ONCE == 0:
             service.admission.check_size([one.token_ids or [] for one in prompts], POOLED, service.max_model_len)

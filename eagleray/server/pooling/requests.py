@@ -12,8 +12,7 @@ from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.errors import InvalidRequest
 from eagleray.server.chat_messages import Messages
 from eagleray.server.field_fates import ACCEPTED, MEDIA, Fate, Feature, refused
-from eagleray.server.fields import CacheSalt, ModelName, Priority, ShortText, Timeout
-from eagleray.server.prompt_fields import PromptField, TruncationLimit
+from eagleray.server.fields import CacheSalt, ModelName, Priority, PromptField, ShortText, Timeout, TruncationLimit
 
 PARTS = Feature("truncation of one text of a pair", "leave it out; `truncate_prompt_tokens` limits both together")
 POOLING_FATES: Mapping[str, Fate] = {
