@@ -1,14 +1,17 @@
-"""The fields that the bodies of several routes share. null means "not given" for all, as in OpenAI's API."""
+"""The fields and headers that several routes share. null means "not given" for all fields, as in OpenAI's API."""
 
 from __future__ import annotations
 
-from typing import Annotated, Protocol, cast
+import re
+from typing import Annotated, Any, Protocol, cast
 
 import msgspec
 from msgspec import Meta
+from starlette.datastructures import Headers
 
 from eagleray.client.field_checks import MAX_TIMEOUT_SECONDS
 from eagleray.client.preprocess import MAX_COMPLETIONS, MAX_LOGPROB_TOKEN_IDS
+from eagleray.client.routing.router import RANK_HEADER
 from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import (
@@ -67,6 +70,11 @@ KeptSide = Annotated[
     ),
 ]
 
+SESSION_HEADER = "X-Session-ID"
+RANK_NUMBER = re.compile(r"[0-9]{1,9}")
+MAX_SESSION_CHARS = 256
+SESSION_NAME = re.compile(r"[\x21-\x7e]{1,256}")
+
 
 class TruncationFields(Protocol):
     """The fields of a request that limit its prompts."""
@@ -95,6 +103,53 @@ def check_request_id(request_id: str | None, *, param: str = "request_id") -> st
     if request_id is not None and not request_id.isprintable():
         raise InvalidRequest(f"`{param}` must be made of printable characters", param=param)
     return request_id
+
+
+def routing_headers(ranks: range) -> dict[str, dict[str, Any]]:
+    """Return the JSON schemas of the headers that choose the engine, for a server that has engines of these ranks."""
+    return {
+        RANK_HEADER: {
+            "type": "integer",
+            "minimum": ranks[0],
+            "maximum": ranks[-1],
+            "description": "Rank of the engine that the request must go to.",
+        },
+        SESSION_HEADER: {
+            "type": "string",
+            "pattern": f"^{SESSION_NAME.pattern}$",
+            "description": "Name of a session. Its requests go to the same engine.",
+        },
+    }
+
+
+def requested_rank(headers: Headers, ranks: range) -> int | None:
+    """Return the rank, one of `ranks`, that the request must go to; None: any.
+
+    Raises `InvalidRequest` for another rank, because a user who names an engine must not get a different one.
+    """
+    given = headers.get(RANK_HEADER)
+    if given is None:
+        return None
+    if not RANK_NUMBER.fullmatch(given) or int(given) not in ranks:
+        several = f"engines of the ranks {ranks[0]} to {ranks[-1]}"
+        here = several if len(ranks) > 1 else f"one engine, of rank {ranks[0]}"
+        raise InvalidRequest(
+            f"header {RANK_HEADER}: there is no rank {given[:20]!r} here; this server has {here}", param=RANK_HEADER
+        )
+    return int(given)
+
+
+def session_name(field: str | None, headers: Headers) -> str | None:
+    """Return the name of the request's session, if it has one: its `field`, or else its header.
+
+    Raises `InvalidRequest`.
+    """
+    given = headers.get(SESSION_HEADER)
+    if given is not None and not SESSION_NAME.fullmatch(given):
+        raise InvalidRequest(f"header {SESSION_HEADER} must be 1 to 256 visible ASCII characters", param=SESSION_HEADER)
+    if field and len(field) > MAX_SESSION_CHARS:
+        raise InvalidRequest(f"`session_id` may have at most {MAX_SESSION_CHARS} characters", param="session_id")
+    return field or given
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):

@@ -27,7 +27,15 @@ from eagleray.server.body import RefusedBody, field_names
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import ErrorForm, HttpError
 from eagleray.server.field_fates import Fate
-from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions, check_request_id
+from eagleray.server.fields import (
+    SAMPLING_NAMES,
+    SamplingFields,
+    StreamOptions,
+    check_request_id,
+    requested_rank,
+    routing_headers,
+    session_name,
+)
 from eagleray.server.generation import Generation, GenerationGroup, GenerationTask, PromptTokensDetails, Usage
 from eagleray.server.http_responses import (
     MSGPACK,
@@ -40,7 +48,6 @@ from eagleray.server.http_responses import (
 )
 from eagleray.server.logprobs import LogprobsCollector, PromptLogprobList, encoded_prompt_logprobs
 from eagleray.server.refusals import InvalidFields, Reasons
-from eagleray.server.routing_headers import requested_rank, routing_headers, session_name
 from eagleray.server.service import Service
 
 

@@ -28,7 +28,7 @@ from eagleray.config.pooling_spec import PoolingSpec
 from eagleray.errors import InvalidRequest
 from eagleray.messages.arrays import Array
 from eagleray.server.endpoint import Endpoint, Operation
-from eagleray.server.fields import check_request_id
+from eagleray.server.fields import check_request_id, requested_rank, routing_headers, session_name
 from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.pooling import responses
 from eagleray.server.pooling.group import PROMPTS_AT_ONCE, PoolingJob, pool_prompts
@@ -48,7 +48,6 @@ from eagleray.server.pooling.requests import (
     texts_of,
 )
 from eagleray.server.pooling.responses import PoolingUsage
-from eagleray.server.routing_headers import requested_rank, routing_headers, session_name
 from eagleray.server.service import Service
 
 LARGE_ANSWER_NUMBERS = 2**16

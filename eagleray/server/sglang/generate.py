@@ -25,11 +25,11 @@ from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.fields import routing_headers
 from eagleray.server.generation import Generation, GenerationGroup, GenerationTask
 from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.http_responses import Emit, EventStream, json_response, unless_disconnected
 from eagleray.server.logprobs import slices
-from eagleray.server.routing_headers import routing_headers
 from eagleray.server.service import Service
 from eagleray.server.sglang.completions import MetaInfo, SGLangCompletion, finish_reason
 from eagleray.server.sglang.logprobs import EntryFormat, GrowingList, SGLangLogprobs
