@@ -1,6 +1,6 @@
 """Decoding of request bodies: bytes become a checked struct, or an `InvalidRequest` that names the field.
 
-Holds no state of any request; driven by the handlers.
+`Reasons` collects everything that is wrong with a request. Holds no state of any request; driven by the handlers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from starlette.requests import Request
 from eagleray.config.serving import ServingConfig
 from eagleray.errors import InvalidRequest
 from eagleray.server.content_encoding import inflate, is_gzip
-from eagleray.server.error_responses import BODY_TOO_LARGE, RefusedRequest
+from eagleray.server.error_responses import BODY_TOO_LARGE, InvalidFields, RefusedRequest
 from eagleray.server.field_fates import Fate
 from eagleray.server.lenient_body import IgnoredFieldLog, LenientReader
-from eagleray.server.refusals import InvalidFields
 
 T = TypeVar("T")
 
@@ -219,6 +218,30 @@ class BodyDecoder(Generic[T]):
         properties = [item for part in components.values() for item in part.get("properties", {}).items()]
         unsupported = {name for name, schema in properties if UNSUPPORTED in schema}
         return unsupported, {name: ", ".join(values) for name, schema in properties if (values := _choices(schema))}
+
+
+class Reasons:
+    """Collects the reasons why one request is refused."""
+
+    def __init__(self) -> None:
+        self.found: list[InvalidRequest] = []
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Keep an `InvalidRequest` that the block raises."""
+        try:
+            yield
+        except InvalidFields as error:
+            self.found += error.reasons
+        except InvalidRequest as error:
+            self.found.append(error)
+
+    def check(self) -> None:
+        """Raise the error for what was found. Harmless if there is nothing."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            raise InvalidFields(self.found)
 
 
 class RefusedBody(InvalidFields):

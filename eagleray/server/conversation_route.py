@@ -13,13 +13,12 @@ from eagleray.client.outputs import CompletionDelta
 from eagleray.client.preprocess import Prompt
 from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.messages.sampling import SamplingParams
-from eagleray.server.body import field_names
+from eagleray.server.body import Reasons, field_names
 from eagleray.server.chat_messages import check_template_fields, render_chat
 from eagleray.server.fields import SamplingFields
 from eagleray.server.generation import Generation, Usage
 from eagleray.server.generation_route import GenerationFields, ParsedRequest
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
-from eagleray.server.refusals import Reasons
 from eagleray.server.service import Service
 
 Body = TypeVar("Body", bound=GenerationFields)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -30,12 +30,14 @@ from eagleray.errors import (
     WrongState,
 )
 from eagleray.log import get_logger
-from eagleray.server.refusals import InvalidFields
 
 logger = get_logger(__name__)
 
 ErrorType = Literal["invalid_request_error", "requests", "server_error"]
 """`requests` means that there are too many of them."""
+
+MAX_REASONS = 16
+"""Number of reasons that an error names; the others are counted."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -104,6 +106,21 @@ class RefusedRequest(UserError):
         super().__init__(message)
         self.rule = rule
         self.headers = dict(headers)
+
+
+class InvalidFields(InvalidRequest):
+    """A request with several wrong or unsupported fields. Unsupported ones come first: users ask for them on purpose,
+    and the other fields are often wrong only because the feature does not exist. `param` is the first field.
+    """
+
+    def __init__(self, reasons: Sequence[InvalidRequest]) -> None:
+        unsupported = [reason for reason in reasons if isinstance(reason, UnsupportedParameter)]
+        others = [reason for reason in reasons if not isinstance(reason, UnsupportedParameter)]
+        self.reasons = [*unsupported, *others]
+        num_more = len(reasons) - MAX_REASONS
+        texts = [str(reason) for reason in self.reasons[:MAX_REASONS]]
+        more = [f"{num_more} more fields are wrong"] if num_more > 0 else []
+        super().__init__("; and ".join([*texts, *more]), param=self.reasons[0].param)
 
 
 class HttpError(NamedTuple):

@@ -23,9 +23,9 @@ from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams, resolve_all_logprobs
 from eagleray.server.access_log import USAGE
-from eagleray.server.body import RefusedBody, field_names
+from eagleray.server.body import Reasons, RefusedBody, field_names
 from eagleray.server.endpoint import Endpoint, Operation
-from eagleray.server.error_responses import ErrorForm, HttpError
+from eagleray.server.error_responses import ErrorForm, HttpError, InvalidFields
 from eagleray.server.field_fates import Fate
 from eagleray.server.fields import (
     SAMPLING_NAMES,
@@ -47,7 +47,6 @@ from eagleray.server.http_responses import (
     unless_disconnected,
 )
 from eagleray.server.logprobs import LogprobsCollector, PromptLogprobList, encoded_prompt_logprobs
-from eagleray.server.refusals import InvalidFields, Reasons
 from eagleray.server.service import Service
 
 

@@ -36,6 +36,7 @@ from eagleray.server.anthropic.response import (
     TokenCount,
     anthropic_usage,
 )
+from eagleray.server.body import Reasons
 from eagleray.server.chat_messages import check_no_calls
 from eagleray.server.conversation_route import Conversation, ParsedConversation
 from eagleray.server.endpoint import Endpoint, Operation
@@ -44,7 +45,6 @@ from eagleray.server.field_fates import REASONING
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
 from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.lenient_body import unsupported_feature
-from eagleray.server.refusals import Reasons
 from eagleray.server.service import Service
 
 FIELD_NAMES = {"prompt": "messages", "stop": "stop_sequences"}

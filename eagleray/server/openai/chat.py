@@ -12,7 +12,7 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
-from eagleray.server.body import field_names
+from eagleray.server.body import Reasons, field_names
 from eagleray.server.chat_messages import (
     EFFORT_VARIABLES,
     check_no_calls,
@@ -33,7 +33,6 @@ from eagleray.server.openai.responses import (
     ChatMessage,
     ChatResponse,
 )
-from eagleray.server.refusals import Reasons
 from eagleray.server.routed_experts import routed_experts
 from eagleray.server.service import Service
 

@@ -7,12 +7,12 @@ import asyncio
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
+from eagleray.server.body import Reasons
 from eagleray.server.chat_messages import Conversations
 from eagleray.server.generation import Generation, GenerationGroup
 from eagleray.server.openai.chat import Conversation, ParsedChat
 from eagleray.server.openai.requests import ChatRequest
 from eagleray.server.openai.responses import ChatChoice, ChatResponse
-from eagleray.server.refusals import Reasons
 
 
 class ChatBatchRequest(ChatRequest, kw_only=True, forbid_unknown_fields=True):
