@@ -11,6 +11,7 @@ from eagleray.config.build import build_config, field_owners, unknown_option
 from eagleray.config.flags import add_program_flags, given_options
 from eagleray.config.keywords import LLMKeywords
 from eagleray.config.option_variables import with_variables
+from eagleray.config.resolve import log_settings
 from eagleray.config.sections import Config
 from eagleray.config.serving import ServingConfig
 from eagleray.config.vllm_options import option_fate, translate
@@ -74,7 +75,7 @@ class EngineArgs:
             if name not in defaults:
                 raise _unknown(name)
         config = build_config(**known.options)
-        setup_logging("llm", config.observability.log_level)
+        setup_logging("llm", log_settings(config))
         for note in known.notes:
             logger.info("%s", note)
         return msgspec.structs.replace(config, model=checked_model(config.model))

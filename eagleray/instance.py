@@ -20,6 +20,7 @@ from eagleray.client.request import RequestStream
 from eagleray.client.text.generation_config import default_sampling
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.cluster import context
+from eagleray.config.resolve import log_settings
 from eagleray.config.sections import Config
 from eagleray.errors import EngineFailed, InvalidRequest, Unavailable
 from eagleray.fleet.supervisor import Supervisor
@@ -176,7 +177,7 @@ class InstanceThread:
     program exits."""
 
     def __init__(self, config: Config) -> None:
-        setup_logging("llm", config.observability.log_level)
+        setup_logging("llm", log_settings(config))
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="eagleray-llm", daemon=True)
         self._thread.start()

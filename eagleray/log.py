@@ -1,38 +1,65 @@
-"""The log format of every process: time, level, label, message.
+"""The log of every process: lines of time, level, label and message, or JSON objects with these and more.
 
 Messages go to standard error: standard output belongs to results. On a terminal, warnings and errors have colours
-unless the variable NO_COLOR is set.
+unless the variable NO_COLOR is set; JSON never has any.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+from datetime import UTC, datetime
 from typing import TextIO
+
+import msgspec
 
 COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[1;31m"}
 """Escape sequences before lines of these levels: yellow, red and bold red."""
 
 PLAIN = "\x1b[0m"
 
-LEVELS = ("debug", "info", "warning", "error")
+STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+"""Attributes of a record that are not given by `extra`."""
+
+
+class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the log, the same for all processes of an instance."""
+
+    level: str = "info"
+    """Least severe message that is logged: debug, info, warning or error."""
+    format: str = "text"
+    """Form of the lines: text, json or none, which leaves the messages to handlers of the root logger."""
+    instance: str = ""
+    """Name that the user gave to the instance, for JSON objects; empty: none."""
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module; call as `get_logger(__name__)`."""
+    """Return the logger of a module; call as `get_logger(__name__)`.
+
+    A message about a request is logged with `extra={"request_id": …}`.
+    """
     return logging.getLogger(name)
 
 
-def setup_logging(label: str, level: str = "info") -> None:
-    """Install this process's only log handler. `label` is the identity that prefixes every line."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(label, has_colours=has_colours(sys.stderr)))
-    for name, least in (("eagleray", level), ("uvicorn", "warning")):
+def setup_logging(label: str, settings: LogSettings) -> None:
+    """Install this process's only log handler. `label` is the identity of the process, which every line has."""
+    handlers = [] if settings.format == "none" else [_handler(label, settings)]
+    for name, least in (("eagleray", settings.level), ("uvicorn", "warning")):
         logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
+        logger.handlers[:] = handlers
         logger.setLevel(least.upper())
-        logger.propagate = False
+        logger.propagate = not handlers
+
+
+def _handler(label: str, settings: LogSettings) -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
+    if settings.format == "json":
+        handler.setFormatter(JsonFormatter(label, settings.instance))
+    else:
+        handler.setFormatter(LineFormatter(label, has_colours=has_colours(sys.stderr)))
+    return handler
 
 
 class LineFormatter(logging.Formatter):
@@ -46,6 +73,32 @@ class LineFormatter(logging.Formatter):
         line = super().format(record)
         colour = self._colours.get(record.levelno)
         return line if colour is None else f"{colour}{line}{PLAIN}"
+
+
+class JsonFormatter(logging.Formatter):
+    """Formatter of a JSON object for each message of the process `label`, with the attributes that `extra` gives."""
+
+    def __init__(self, label: str, instance: str) -> None:
+        super().__init__()
+        self._label = label
+        self._instance = {"instance": instance} if instance else {}
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            **self._instance,
+            "process": self._label,
+            "pid": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name, value in vars(record).items():
+            if name not in STANDARD_ATTRIBUTES and not name.startswith("_"):  # Ray adds one of its own
+                entry.setdefault(name, value)
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
 
 
 def has_colours(stream: TextIO) -> bool:

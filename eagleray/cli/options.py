@@ -11,6 +11,7 @@ from eagleray.config.build import build_config, field_owners, unknown_option
 from eagleray.config.environment import prefixed_variables
 from eagleray.config.flags import given_options
 from eagleray.config.option_variables import CONFIG_VARIABLE, with_variables
+from eagleray.config.resolve import log_settings
 from eagleray.config.sections import Config
 from eagleray.config.vllm_options import TranslatedOptions, translate
 from eagleray.errors import ConfigError
@@ -23,7 +24,7 @@ def server_config(arguments: argparse.Namespace, *, sections: Sequence[str]) -> 
     """Return the configuration of the flags, over the file, over the environment. Sets up the log."""
     known = with_variables(_flags_and_file(arguments, sections), field_owners())
     config = build_config(**known.options)
-    setup_logging("serve", config.observability.log_level)
+    setup_logging("serve", log_settings(config))
     _log(known.notes)
     return config
 
@@ -32,7 +33,7 @@ def program_options(arguments: argparse.Namespace, *, sections: Sequence[str], *
     """Return the options of the flags, over the file, over `defaults`, for an `LLM`, which reads the environment."""
     known = TranslatedOptions(defaults).under(_flags_and_file(arguments, sections))
     if known.notes:
-        setup_logging("llm", build_config(**known.options).observability.log_level)
+        setup_logging("llm", log_settings(build_config(**known.options)))
         _log(known.notes)
     return known.options
 

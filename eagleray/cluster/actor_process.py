@@ -15,7 +15,7 @@ import msgspec
 import ray
 
 from eagleray.cluster.cleanup import remove_with_process
-from eagleray.log import get_logger, setup_logging
+from eagleray.log import LogSettings, get_logger, setup_logging
 from eagleray.messages.lifecycle import EngineSpec
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
@@ -54,25 +54,25 @@ class ActorProcess:
     One method runs at a time, on the main thread of its process.
     """
 
-    def __init__(self, label: str, log_level: str) -> None:
+    def __init__(self, label: str) -> None:
         self._label = label
         _undo_omp_threads()
         _undo_low_priority()
-        setup_logging(label, log_level)
         _set_title(f"eagleray {label}")
 
     def __repr__(self) -> str:
         """Return the prefix that Ray puts before this process's lines."""
         return self._label
 
-    def get_info(self, variables: dict[str, str]) -> ActorInfo:
-        """Put these variables into the environment, and return where this actor runs.
+    def get_info(self, variables: dict[str, str], log: LogSettings) -> ActorInfo:
+        """Put these variables into the environment, set up the log, and return where this actor runs.
 
         The first call, before anything that reads the variables is imported. Arguments of the constructor would be kept
         in Ray's control store.
         """
         os.environ.update(variables)
         time.tzset()
+        setup_logging(self._label, log)
         context = ray.get_runtime_context()
         return ActorInfo(
             node_id=context.get_node_id(),

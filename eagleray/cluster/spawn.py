@@ -21,10 +21,11 @@ from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.environment import worker_environment
 from eagleray.cluster.ray_errors import summarize
 from eagleray.cluster.timeouts import KILL_SECONDS, WAIT_SECONDS
+from eagleray.config.resolve import log_settings
 from eagleray.config.sections import Config
 from eagleray.errors import ClusterError, ClusterLost, EagleRayError, WorkerLost
 from eagleray.identity import cluster_name
-from eagleray.log import get_logger
+from eagleray.log import LogSettings, get_logger
 
 logger = get_logger(__name__)
 
@@ -44,23 +45,25 @@ class ActorHandles:
         handles: Sequence[Any],
         variables: Mapping[str, str],
         *,
+        log: LogSettings,
         group_id: str,
         bundles: Sequence[Bundle],
     ) -> None:
         self.handles = handles
         self._labels = labels
         self._variables = variables
+        self._log = log
         self._group_id = group_id
         self._indices = [bundle.index for bundle in bundles]
         self._sentinels: list[Sentinel] = []
 
     def get_info(self, deadline: Deadline) -> list[ActorInfo]:
-        """Send each actor its environment, and return where each runs, by rank.
+        """Send each actor its environment and the settings of the log, and return where each runs, by rank.
 
         Raises `ClusterError` for an actor that cannot be created, `WorkerLost` or `ClusterLost` if it died, or its
         node.
         """
-        refs = [handle.get_info.remote(dict(self._variables)) for handle in self.handles]
+        refs = [handle.get_info.remote(dict(self._variables), self._log) for handle in self.handles]
         labels = dict(zip(refs, self._labels, strict=True))
         found: dict[Any, ActorInfo] = {}
         waiting = list(refs)
@@ -146,19 +149,18 @@ def spawn(
             ", ".join(labels),
             ", ".join(environment.withheld),
         )
+    log = log_settings(config)
     handles: list[Any] = []
     for label, bundle in zip(labels, bundles, strict=True):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle.index)
         name = cluster_name(instance, label)
         try:
-            handle = actor_class.options(name=name, scheduling_strategy=strategy, **options).remote(
-                label, config.observability.log_level
-            )
+            handle = actor_class.options(name=name, scheduling_strategy=strategy, **options).remote(label)
         except Exception as error:
-            ActorHandles(labels[: len(handles)], handles, {}, group_id=group_id, bundles=bundles).kill()
+            ActorHandles(labels[: len(handles)], handles, {}, log=log, group_id=group_id, bundles=bundles).kill()
             raise ClusterError(f"Ray does not take the actor of {label}: {summarize(str(error))}") from error
         handles.append(handle)
-    return ActorHandles(labels, handles, environment.variables, group_id=group_id, bundles=bundles)
+    return ActorHandles(labels, handles, environment.variables, log=log, group_id=group_id, bundles=bundles)
 
 
 def _get_info(label: str, ref: Any) -> ActorInfo:

@@ -87,6 +87,7 @@ class EngineKeywords(TypedDict, total=False):
     watchdog_timeout: float | str | None
     weight_update_timeout: float | str | None
     log_level: Literal["debug", "info", "warning", "error"] | str | None
+    log_format: Literal["text", "json", "none"] | str | None
     disable_log_stats: bool | None
     enable_vllm_metrics: bool | None
 

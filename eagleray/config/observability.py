@@ -14,6 +14,13 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe message that is logged.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json", "none"],
+        Meta(
+            description="Form of the log: text, json (an object a line, see docs/serving.md), or none, which leaves "
+            "messages to the handlers of Python's root logger."
+        ),
+    ] = "text"
     disable_log_stats: Annotated[
         bool, Meta(description="Log no line of statistics every ten seconds while a server has work.")
     ] = False

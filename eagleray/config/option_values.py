@@ -84,13 +84,14 @@ def only(word: str) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]]:
 
 
 def logging(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the log: its level and format, or the format `none` under `configure_logging` false."""
     entries = _mapping(value)
-    unknown = [
-        name for name, entry in entries.items() if name != "log_level" and (name, entry) != ("formatter", "text")
-    ]
-    if unknown:
-        raise ValueError(f"{unknown[0]} is not supported yet, log_level alone is")
-    return {name: log_level(entry) for name, entry in entries.items() if name == "log_level"}
+    if unknown := entries.keys() - {"log_level", "formatter", "configure_logging"}:
+        raise ValueError(f"{min(unknown)} is not supported yet, log_level, formatter and configure_logging are")
+    options = {"log_level": log_level(entries["log_level"])} if "log_level" in entries else {}
+    if parsed(str(entries.get("configure_logging", True))) is False:
+        return options | {"log_format": "none"}
+    return options | ({"log_format": entries["formatter"]} if "formatter" in entries else {})
 
 
 def _mapping(value: Any) -> dict[str, Any]:

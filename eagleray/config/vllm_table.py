@@ -275,7 +275,7 @@ ALIASES: dict[str, Fate] = {
     "aux_output_config": Expansion(values.auxiliary_outputs, ("enable_return_routed_experts",)),
     "anthropic_disabled_thinking_effort": Expansion(values.only("auto"), ()),
     "fingerprint_mode": Expansion(values.only("full"), ()),
-    "logging_config": Expansion(values.logging, ("log_level",)),
+    "logging_config": Expansion(values.logging, ("log_level", "log_format")),
 }
 
 TABLE: dict[str, Fate] = {

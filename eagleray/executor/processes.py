@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from eagleray.config.resolve import first_device
+from eagleray.config.resolve import first_device, log_settings
 from eagleray.config.sections import Config
 from eagleray.executor.failure_monitor import FailureMonitor
 from eagleray.executor.queue_group import QueueGroup
@@ -74,7 +74,7 @@ def _spawn(payload: bytes, worker: WorkerId, config: Config, failures: FailureMo
         target="eagleray.worker.entry:run",
         member=worker,
         payload=payload,
-        log_level=config.observability.log_level,
+        log=log_settings(config),
         runtime_dir="",  # only the engine may remove the instance's directory
         on_message=on_message,
         on_exit=lambda cause: failures.report(worker.label, cause),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from eagleray.config.resolve import log_settings
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, ClusterError, ClusterLost, EngineFailed
 from eagleray.fleet import timeouts
@@ -196,7 +197,7 @@ class RayLauncher:
             target="eagleray.fleet.ray_driver:run",
             member=driver_id,
             payload=msgspec.msgpack.encode(spec),
-            log_level=self._config.observability.log_level,
+            log=log_settings(self._config),
             runtime_dir=str(self._runtime_dir),
             on_message=lambda message: self._post(self._on_driver_message, driver_id, message),
             on_exit=lambda cause: self._post(self._on_driver_exit, driver_id, cause),

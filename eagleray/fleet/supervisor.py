@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from eagleray.config.api_keys import without_api_keys, without_hub_token
-from eagleray.config.resolve import expert_engines, local_ranks, served_names
+from eagleray.config.resolve import expert_engines, local_ranks, log_settings, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, EagleRayError, EngineFailed
 from eagleray.fleet import timeouts
@@ -149,7 +149,7 @@ class Supervisor:
                 engine_target=engine_target,
                 api_server_target="eagleray.server.entry:run",
                 runtime_dir=str(runtime_dir),
-                log_level=config.observability.log_level,
+                log=log_settings(config),
             )
             engine_launcher: Launcher[EngineSpec] = processes
             if config.parallel.data_parallel_backend == "ray":

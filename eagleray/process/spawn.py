@@ -16,6 +16,7 @@ import msgspec
 
 from eagleray.errors import ProcessCrashed
 from eagleray.identity import ProcessId
+from eagleray.log import LogSettings
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import ChildToParent
@@ -38,7 +39,7 @@ class Child:
         target: str,
         member: ProcessId,
         payload: bytes,
-        log_level: str,
+        log: LogSettings,
         runtime_dir: str,
         on_message: Callable[[ChildToParent], None],
         on_exit: Callable[[Failure], None],
@@ -56,7 +57,7 @@ class Child:
             )
         self._socket = ours
         self._pidfd = _open_pidfd(self._process.pid)
-        spec = SpawnSpec(target=target, member=member, log_level=log_level, payload=payload, runtime_dir=runtime_dir)
+        spec = SpawnSpec(target=target, member=member, log=log, payload=payload, runtime_dir=runtime_dir)
         with contextlib.suppress(OSError):  # it has exited already: the watcher is about to report it
             write_frame(ours, msgspec.msgpack.encode(spec))
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{self.label}", daemon=True)

@@ -9,6 +9,7 @@ import struct
 import msgspec
 
 from eagleray.identity import ProcessId
+from eagleray.log import LogSettings
 
 LENGTH = struct.Struct("<I")
 
@@ -22,7 +23,7 @@ class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     """`module:function`; called with (payload, parent)."""
     member: ProcessId
-    log_level: str
+    log: LogSettings
     payload: bytes
     runtime_dir: str
     """Runtime directory of the instance, which an orphan removes because the parent no longer can; empty if the child

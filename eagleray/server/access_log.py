@@ -38,9 +38,13 @@ class AccessLog:
         """Log a request to `route`, the pattern of its path, that was answered after these seconds."""
         if not self._is_on or route in self._silent or (status < 400 and route in self._open_paths):
             return
-        usage = scope["state"].get(USAGE)
-        tokens = f" {usage.prompt_tokens}+{usage.completion_tokens} tokens" if usage is not None else ""
-        logger.info("%s %s %d %.1f ms%s %s", scope["method"], _path(scope), status, 1000 * seconds, tokens, request_id)
+        entry = {"request_id": request_id, "method": scope["method"], "path": _path(scope), "status": status}
+        entry["milliseconds"] = round(1000 * seconds, 1)
+        tokens = ""
+        if (usage := scope["state"].get(USAGE)) is not None:
+            entry |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+            tokens = " %(prompt_tokens)d+%(completion_tokens)d tokens"
+        logger.info(f"%(method)s %(path)s %(status)d %(milliseconds).1f ms{tokens} %(request_id)s", entry, extra=entry)
 
 
 def _path(scope: Scope) -> str:

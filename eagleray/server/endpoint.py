@@ -144,7 +144,11 @@ class RequestMiddleware:
                 self._keys.check(path, headers, is_local=comes_from_this_host(scope))
             await self._router(scope, receive, answer.send)
         except ClientDisconnect:
-            logger.debug("request %s: the client has disconnected", answer.request_id)
+            logger.debug(
+                "request %s: the client has disconnected",
+                answer.request_id,
+                extra={"request_id": answer.request_id},
+            )
         except Exception as error:
             refusal = error_response(error, answer.request_id)
             if answer.status:

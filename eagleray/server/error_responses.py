@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -152,10 +151,10 @@ def error_response(error: Exception, request_id: str) -> HttpError:
     rule = error.rule if isinstance(error, RefusedRequest) else TABLE[kind]
     message = str(error)
     if kind is Exception:
-        logger.error("request %s: unexpected error\n%s", request_id, "".join(traceback.format_exception(error)))
+        logger.error("request %s: unexpected error", request_id, exc_info=error, extra={"request_id": request_id})
         message = f"internal error; the server's log has the cause under request id {request_id}"
     elif rule.status == 500:
-        logger.warning("request %s failed: %s", request_id, message)
+        logger.warning("request %s failed: %s", request_id, message, extra={"request_id": request_id})
     reply = ErrorResponse(ErrorBody(message, rule.type, _param(error), rule.code))
     return HttpError(rule.status, _headers(error), reply)
 

@@ -10,6 +10,7 @@ import time
 
 from eagleray.errors import CheckpointError
 from eagleray.identity import ClientId
+from eagleray.log import LogSettings
 from eagleray.process.parent import Parent
 from eagleray.process.spawn import Child
 
@@ -57,7 +58,7 @@ def have_a_child(payload: bytes, parent: Parent) -> None:
         target="children:wait",
         member=ClientId("test", 1),
         payload=b"",
-        log_level="info",
+        log=LogSettings(),
         runtime_dir=payload.decode(),
         on_message=lambda message: parent.report_bound(message.address),
         on_exit=lambda cause: None,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagleray.identity import ClientId
+from eagleray.log import LogSettings
 from eagleray.process.spawn import Child
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
@@ -32,7 +33,7 @@ def spawn_queue_child(monkeypatch):
             target=f"queue_children:{function}",
             member=ClientId("test", 0),
             payload=json.dumps(said).encode(),
-            log_level="info",
+            log=LogSettings(),
             runtime_dir="/nonexistent",
             on_message=lambda message: reports.put(getattr(message, "address", message)),
             on_exit=lambda cause: reports.put(cause.message),

@@ -12,6 +12,7 @@ import pytest
 
 from eagleray.config.build import build_config
 from eagleray.identity import ClientId
+from eagleray.log import LogSettings
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import ApiServerSpec, Attach, Bound, Stop, SupervisorToMember
 from eagleray.messages.wires import SUPERVISOR_OUTBOX
@@ -32,7 +33,7 @@ class Server:
             target="eagleray.server.entry:run",
             member=client,
             payload=msgspec.msgpack.encode(spec),
-            log_level="warning",
+            log=LogSettings(level="warning"),
             runtime_dir="/nonexistent",
             on_message=self.reports.put,
             on_exit=lambda cause: self.reports.put(cause.message),

@@ -11,6 +11,7 @@ import pytest
 
 from eagleray.config.build import build_config
 from eagleray.identity import ClientId, EngineId
+from eagleray.log import LogSettings
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Ended
 from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, Stop
@@ -46,7 +47,7 @@ class Fleet:
             target=target,
             member=ENGINE,
             payload=msgspec.msgpack.encode(spec),
-            log_level="warning",
+            log=LogSettings(level="warning"),
             runtime_dir="/nonexistent",
             on_message=self.said.put,
             on_exit=lambda cause: self.said.put(cause.message),

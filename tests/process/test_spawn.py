@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from eagleray.identity import ClientId
+from eagleray.log import LogSettings
 from eagleray.messages.failure import Ended
 from eagleray.messages.lifecycle import Bound
 from eagleray.process.spawn import Child
@@ -31,7 +32,7 @@ def spawn(monkeypatch):
             target=f"children:{function}",
             member=TEST,
             payload=payload,
-            log_level="info",
+            log=LogSettings(),
             runtime_dir="/nonexistent",
             on_message=said.put,
             on_exit=lambda cause: said.put(cause.message),

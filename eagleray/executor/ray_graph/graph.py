@@ -50,8 +50,8 @@ class GraphActor(ActorProcess):
     """Actor of two threads: `run` creates the worker and is its sentinel, and meanwhile `handle` is called by the
     graph's thread, or by an actor call while no step is in flight."""
 
-    def __init__(self, label: str, log_level: str) -> None:
-        super().__init__(label, log_level)
+    def __init__(self, label: str) -> None:
+        super().__init__(label)
         self._handler: WorkerFrameHandler | None = None
         self._is_ready = threading.Event()
         self._is_stopping = threading.Event()

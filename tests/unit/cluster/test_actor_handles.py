@@ -13,12 +13,13 @@ from eagleray.cluster.bundles import Bundle
 from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.spawn import ActorHandles
 from eagleray.errors import ClusterError, ClusterLost, UserError, WorkerLost
+from eagleray.log import LogSettings
 
 LABEL = "engine-0/tp0-pp0"
 
 
 class _Method:
-    def remote(self, variables: dict[str, str]) -> str:
+    def remote(self, variables: dict[str, str], log: LogSettings) -> str:
         return "reference"
 
 
@@ -40,7 +41,7 @@ def actors(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *, has_node
     monkeypatch.setattr(spawn.ray, "wait", wait)
     monkeypatch.setattr(spawn.placement_groups, "have_nodes", lambda group_id, indices: has_node)
     bundle = Bundle(index=0, node_id="", total={}, free={})
-    return ActorHandles([LABEL], [_Handle()], {}, group_id="group", bundles=[bundle])
+    return ActorHandles([LABEL], [_Handle()], {}, log=LogSettings(), group_id="group", bundles=[bundle])
 
 
 def died(message: str) -> ActorDiedError:

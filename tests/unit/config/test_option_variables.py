@@ -41,6 +41,8 @@ def read(monkeypatch, variables: dict[str, str], **given: object) -> TranslatedO
         ({"EAGLERAY_PORT": "tcp://10.0.0.1:80", "EAGLERAY_SERVICE_HOST": "10.0.0.1"}, {}, {}),
         ({"VLLM_LOGGING_LEVEL": "WARNING"}, {}, {"log_level": "warning"}),
         ({"VLLM_LOGGING_LEVEL": "WARNING", "EAGLERAY_LOG_LEVEL": "debug"}, {}, {"log_level": "debug"}),
+        ({"VLLM_CONFIGURE_LOGGING": "0"}, {}, {"log_format": "none"}),
+        ({"VLLM_CONFIGURE_LOGGING": "1"}, {}, {}),
         ({"VLLM_CPU_KVCACHE_SPACE": "4"}, {}, {"kv_cache_memory": "4GiB"}),
         ({"VLLM_CPU_KVCACHE_SPACE": "0.5"}, {}, {"kv_cache_memory": "0.5GiB"}),
         ({"VLLM_CPU_KVCACHE_SPACE": "0", "VLLM_SERVER_DEV_MODE": "0"}, {}, {}),

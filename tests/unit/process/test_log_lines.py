@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import sys
+from datetime import UTC, datetime
 
 import pytest
 
-from eagleray.log import LineFormatter, has_colours
+from eagleray.log import LineFormatter, LogSettings, has_colours, setup_logging
 
 
 class Terminal(io.StringIO):
@@ -49,3 +52,60 @@ def test_has_colours_follows_stream_and_variables(monkeypatch, stream, variables
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert has_colours(stream) is expected
+
+
+@pytest.fixture
+def loggers():
+    """Restore the package's loggers."""
+    names = ("eagleray", "uvicorn")
+    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in map(logging.getLogger, names)]
+    yield
+    for logger, handlers, level, propagate in before:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def logged(monkeypatch, settings, log):
+    """Return the lines on a terminal of what `log` logs."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    setup_logging("engine-0", settings)
+    log(logging.getLogger("eagleray.x"))
+    return stream.getvalue().splitlines()
+
+
+def test_json_log_line_is_an_object_without_colours(monkeypatch, loggers):
+    before = datetime.now(UTC)
+    [line] = logged(monkeypatch, LogSettings(format="json"), lambda log: log.warning("5 of %d\nä", 7))
+    assert line.isascii() and line.isprintable()
+    entry = json.loads(line)
+    assert before.replace(microsecond=0) <= datetime.fromisoformat(entry.pop("time")) <= datetime.now(UTC)
+    assert isinstance(entry.pop("pid"), int)
+    assert entry == {"level": "warning", "process": "engine-0", "logger": "eagleray.x", "message": "5 of 7\nä"}
+
+
+def test_json_log_line_has_attributes_of_the_record_and_the_exception(monkeypatch, loggers):
+    def fail(log):
+        try:
+            raise ValueError("no\nluck")
+        except ValueError:
+            log.exception("failed", extra={"request_id": "r1", "odd": {1}, "level": 5})
+
+    [line] = logged(monkeypatch, LogSettings(format="json", instance="blue"), fail)
+    entry = json.loads(line)
+    assert (entry["request_id"], entry["odd"], entry["level"]) == ("r1", "{1}", "error")
+    assert (entry["instance"], entry["exception"].splitlines()[-2:]) == ("blue", ["ValueError: no", "luck"])
+
+
+def test_log_format_none_leaves_messages_to_the_root_logger(monkeypatch, loggers, caplog):
+    assert logged(monkeypatch, LogSettings(format="none"), lambda log: log.info("for the root")) == []
+    assert caplog.messages == ["for the root"]
+
+
+def test_log_level_hides_what_is_less_severe(monkeypatch, loggers):
+    def log_two(log):
+        log.info("hidden")
+        log.warning("shown")
+
+    [line] = logged(monkeypatch, LogSettings(level="warning"), log_two)
+    assert "shown" in line

@@ -30,6 +30,16 @@ def test_access_log_shows_tokens_and_id_and_no_prompt(checkpoint, lines, stream)
     assert re.fullmatch(r"POST /v1/completions 200 \d+\.\d ms \d+\+3 tokens mine", line)
 
 
+def test_access_log_record_has_the_values_of_its_line(checkpoint, caplog):
+    caplog.set_level(logging.INFO, logger="eagleray.server.access_log")
+    with serving(checkpoint) as api:
+        api.post("/v1/completions", {"prompt": "text", "max_tokens": 3}, headers={"X-Request-Id": "mine"})
+    [record] = (record for record in caplog.records if record.name == "eagleray.server.access_log")
+    assert (record.request_id, record.method, record.path, record.status) == ("mine", "POST", "/v1/completions", 200)
+    assert f" 200 {record.milliseconds:.1f} ms {record.prompt_tokens}+3 tokens" in record.getMessage()
+    assert record.completion_tokens == 3
+
+
 def test_access_log_shows_errors_and_not_successful_probes(checkpoint, lines):
     with serving(checkpoint) as api:
         api.get("/live")
