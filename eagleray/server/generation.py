@@ -57,6 +57,7 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None
     """None without the option `enable_prompt_tokens_details`."""
+    completion_tokens_details: None = None
 
 
 WeightVersionsField = (

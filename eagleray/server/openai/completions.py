@@ -100,7 +100,7 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
     async def _response(self, group: GenerationGroup, choices: list[CompletionChoice]) -> CompletionResponse:
         response = self._make_chunk(choices)
         response.system_fingerprint = self.service.system_fingerprint
-        response.service_tier = response.kv_transfer_params = None
+        response.service_tier = response.kv_transfer_params = response.ec_transfer_params = response.metrics = None
         return response
 
     def _chunk(self, generation: Generation, delta: CompletionDelta) -> CompletionResponse:

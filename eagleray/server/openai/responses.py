@@ -41,7 +41,10 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     system_fingerprint: str | UnsetType = UNSET
     """In a stream, only the last event of a choice and the one that shows the usage have it."""
     usage: Usage | UnsetType | None = UNSET
+    # Fields of vLLM's whole answers, for features that do not exist here.
     kv_transfer_params: UnsetType | None = UNSET
+    ec_transfer_params: UnsetType | None = UNSET
+    metrics: UnsetType | None = UNSET
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -77,7 +80,10 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobList | None = None
     prompt_token_ids: list[int] | None = None
     prompt_text: str | None = None
+    # Fields of vLLM's answers, for features that do not exist here.
     kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):

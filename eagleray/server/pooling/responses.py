@@ -29,6 +29,7 @@ class PoolingUsage(msgspec.Struct, kw_only=True):
     total_tokens: int
     completion_tokens: int = 0
     prompt_tokens_details: None = None
+    completion_tokens_details: None = None
 
 
 class PoolingList(msgspec.Struct, Generic[Data], kw_only=True):

@@ -37,9 +37,19 @@ def events(path: str, body: BaseModel | dict[str, Any]) -> list[str]:
 
 
 def check_keys(answer: str, read: BaseModel) -> None:
-    """Raises `AssertionError` if the answer lacks a key that vLLM's class would write."""
-    missing = read.model_dump().keys() - json.loads(answer).keys()
-    expect(not missing, "keys that vLLM's answer has and this one has not:", sorted(missing))
+    """Raises `AssertionError` if the answer lacks a key, at any depth, that vLLM's class would write."""
+    missing = sorted(missing_keys(json.loads(answer), json.loads(read.model_dump_json())))
+    expect(not missing, "keys that vLLM's answer has and this one has not:", missing)
+
+
+def missing_keys(ours: Any, written: Any, path: str = "") -> set[str]:
+    """Return the paths of the keys in `written` that `ours` lacks."""
+    if isinstance(ours, list) and isinstance(written, list):
+        return {key for one, other in zip(ours, written, strict=True) for key in missing_keys(one, other, f"{path}[]")}
+    if not isinstance(ours, dict) or not isinstance(written, dict):
+        return set()
+    missing = {f"{path}.{key}" for key in written.keys() - ours.keys()}
+    return missing.union(*(missing_keys(ours[key], written[key], f"{path}.{key}") for key in written.keys() & ours))
 
 
 @check("ChatCompletionRequest, ChatCompletionResponse")
@@ -90,11 +100,19 @@ def responses_answer():
 @check("StreamingResponsesResponse")
 def responses_stream():
     adapter = TypeAdapter(responses.StreamingResponsesResponse)
-    request = responses.ResponsesRequest(model=MODEL, input="What is a list?", max_output_tokens=4, stream=True)
-    for event in events("/v1/responses", request):
-        # vLLM's union has no class for the events of texts, which its server sends too
-        if not json.loads(event)["type"].startswith("response.output_text."):
-            adapter.validate_json(event)
+    for max_tokens, end in ((200, "response.completed"), (4, "response.incomplete")):
+        request = responses.ResponsesRequest(
+            model=MODEL, input="What is a list?", max_output_tokens=max_tokens, temperature=0, stream=True
+        )
+        answered = [json.loads(event) for event in events("/v1/responses", request)]
+        expect(answered[-1]["type"] == end, "last event:", answered[-1])
+        for event in answered:
+            # vLLM's union has no class for the events of texts, which its server sends too, nor for the end of an
+            # incomplete answer, for which its server sends response.completed and OpenAI's response.incomplete
+            if event["type"] == "response.incomplete":
+                responses.ResponsesResponse.model_validate(event["response"])
+            elif not event["type"].startswith("response.output_text."):
+                adapter.validate_python(event)
 
 
 @check("AnthropicMessagesRequest, AnthropicMessagesResponse")

@@ -46,12 +46,14 @@ def test_chat_whole_answer_has_message_and_usage(api):
             }
         ],
         "system_fingerprint": FINGERPRINT,
-        **dict.fromkeys(["service_tier", "prompt_logprobs", "prompt_token_ids", "prompt_text", "kv_transfer_params"]),
+        **dict.fromkeys(["service_tier", "prompt_logprobs", "prompt_token_ids", "prompt_text"]),
+        **dict.fromkeys(["kv_transfer_params", "ec_transfer_params", "metrics"]),
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": len(api.speech) + 1,
             "total_tokens": num_prompt + len(api.speech) + 1,
             "prompt_tokens_details": None,
+            "completion_tokens_details": None,
         },
     }
 
@@ -74,6 +76,7 @@ def test_chat_stream_events_join_to_the_answer(api):
         "completion_tokens": 2,
         "total_tokens": num_prompt + 2,
         "prompt_tokens_details": None,
+        "completion_tokens_details": None,
     }
     assert events == [
         head | {"choices": [first], "usage": None, "prompt_token_ids": None},

@@ -43,14 +43,14 @@ def test_completions_whole_answer_has_text_and_usage(api):
                 **dict.fromkeys(["prompt_logprobs", "prompt_token_ids", "token_ids", "routed_experts"]),
             }
         ],
-        "service_tier": None,
         "system_fingerprint": FINGERPRINT,
-        "kv_transfer_params": None,
+        **dict.fromkeys(["service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"]),
         "usage": {
             "prompt_tokens": len(ids(api, "hello there")),
             "completion_tokens": len(api.speech) + 1,
             "total_tokens": len(ids(api, "hello there")) + len(api.speech) + 1,
             "prompt_tokens_details": None,
+            "completion_tokens_details": None,
         },
     }
     assert api.engine.requests[-1].prompt_token_ids == ids(api, "hello there")
@@ -86,6 +86,7 @@ def test_completions_stream_with_usage_ends_with_it(api):
         "completion_tokens": 2,
         "total_tokens": 3,
         "prompt_tokens_details": None,
+        "completion_tokens_details": None,
     }
 
 

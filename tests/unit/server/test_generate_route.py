@@ -25,7 +25,13 @@ def generate(api, token_ids=(5, 6, 7), **fields):
     return response.json()
 
 
-USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": None}
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 2,
+    "total_tokens": 5,
+    "prompt_tokens_details": None,
+    "completion_tokens_details": None,
+}
 
 
 HEAD = {"request_id": "mine", "model": "tiny", "output_mode": "tokens", "kv_transfer_params": None}

@@ -107,6 +107,7 @@ def test_embeddings_answer_has_openais_shape(embedder):
             "total_tokens": num_tokens,
             "completion_tokens": 0,
             "prompt_tokens_details": None,
+            "completion_tokens_details": None,
         },
     }
     for index, (item, prompt) in enumerate(zip(data, prompts, strict=True)):
