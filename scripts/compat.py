@@ -63,10 +63,15 @@ class ClientResult:
     def passed(self) -> int:
         return sum(check.is_ok for check in self.checks)
 
+    def missing_feature(self, check: CheckResult) -> str:
+        """Return the feature for which the table of clients expects this failure, or nothing."""
+        expected = self.client.expected_failures.get(check.name)
+        return expected.name if expected is not None and expected.refusal in check.detail else ""
+
     def unexpected(self) -> list[str]:
         """Return the failures that the table of clients does not expect, as texts."""
-        failed = [c for c in self.checks if not c.is_ok and c.name not in self.client.expected_failures]
-        return [*([self.failure] if self.failure else []), *(f"{c.name}: {c.detail}" for c in failed)]
+        failed = [check for check in self.checks if not check.is_ok and not self.missing_feature(check)]
+        return [*([self.failure] if self.failure else []), *(f"{check.name}: {check.detail}" for check in failed)]
 
     def resolved(self) -> list[str]:
         """Return the checks that are expected to fail and passed."""
@@ -74,10 +79,10 @@ class ClientResult:
 
     def row(self) -> str:
         """Return the row of the report."""
-        failed = [check.name for check in self.checks if not check.is_ok]
         by_reason: dict[str, list[str]] = {}
-        for name in failed:
-            by_reason.setdefault(self.client.expected_failures.get(name, "not expected"), []).append(name)
+        for check in self.checks:
+            if not check.is_ok:
+                by_reason.setdefault(self.missing_feature(check) or "not expected", []).append(check.name)
         reasons = [f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()]
         text = "; ".join([*([self.failure] if self.failure else []), *reasons]) or "–"
         passed = f"{self.passed} of {len(self.checks)}"

