@@ -162,7 +162,9 @@ def exceptions():
     with openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0) as nowhere:
         expect_raises(openai.APIConnectionError, nowhere.models.list)
     hasty = client.with_options(timeout=0.001)  # shares the connections, so it is not closed
-    expect_raises(openai.APITimeoutError, lambda: hasty.completions.create(model=MODEL, prompt=PROMPT))
+    # long enough that the answer is not there before the client begins to wait for it
+    long = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
+    expect_raises(openai.APITimeoutError, lambda: hasty.completions.create(model=MODEL, prompt=PROMPT, **long))
 
 
 @check("prompt that is too long")
