@@ -8,9 +8,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from eagleray.engine.waves import Waves
 from eagleray.errors import DeadlineExceeded
 from eagleray.executor.executor import Executor, PendingStep
+from eagleray.messages.arrays import Array
 from eagleray.messages.failure import Failure
 from eagleray.messages.outputs import WorkersReturned
 from eagleray.messages.requests import CallWorkers
@@ -170,9 +173,10 @@ class EngineCore:
         self.waves.stop()
         self.scheduler.rewind()
 
-    def read_expert_load(self) -> list[WorkerExpertLoad]:
-        """Read the token counts of each expert from every worker, by rank. Waits for the steps in flight."""
-        return self.executor.call(ReadExpertLoad(), WorkerExpertLoad, timeout=self.call_seconds)
+    def read_expert_load(self) -> Array:
+        """Return the tokens of each expert, [num_moe_layers, num_experts]. Waits for the steps in flight."""
+        loads = self.executor.call(ReadExpertLoad(), WorkerExpertLoad, timeout=self.call_seconds)
+        return join_loads(loads, tp_size=self.executor.topology.tensor_parallel_size)
 
     def _plan(self) -> StepPlan | None:
         """Plan the next step, if there is one. During a wave there always is."""
@@ -182,6 +186,17 @@ class EngineCore:
             return None
         self.waves.on_sent()
         return self.scheduler.plan() or self.scheduler.idle_plan()
+
+
+def join_loads(loads: list[WorkerExpertLoad], *, tp_size: int) -> Array:
+    """Return int64 [num_moe_layers, num_experts] from the counts of each rank, with layers in the order of the stages.
+
+    Ranks of a stage have counted different tokens, or none.
+    """
+    stages = [loads[first : first + tp_size] for first in range(0, len(loads), tp_size)]
+    counted = [[load.counts for load in stage if load.counts.size] for stage in stages]
+    layers: list[Array] = [np.sum(counts, axis=0) for counts in counted if counts]
+    return np.concatenate(layers) if layers else np.zeros((0, 0), np.int64)
 
 
 def _has_failed(returned: ExtensionReturned) -> bool:

@@ -13,16 +13,21 @@ import msgspec
 from eagleray.engine.control import EngineControl
 from eagleray.engine.core import EngineCore
 from eagleray.engine.early_requests import EarlyRequests
-from eagleray.engine.expert_load import ExpertLoadReporter
 from eagleray.engine.mailbox import EngineInbox, EngineMessage, EngineOutbox
-from eagleray.engine.timeouts import FLUSH_SECONDS, IDLE_POLL_SECONDS, STATS_INTERVAL_SECONDS, TRANSFER_POLL_SECONDS
+from eagleray.engine.timeouts import (
+    EXPERT_LOAD_INTERVAL_SECONDS,
+    FLUSH_SECONDS,
+    IDLE_POLL_SECONDS,
+    STATS_INTERVAL_SECONDS,
+    TRANSFER_POLL_SECONDS,
+)
 from eagleray.errors import EngineFailed, InvalidRequest
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, SupervisorId
 from eagleray.log import get_logger
 from eagleray.messages.control import Command, InstanceState
 from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop, Unreachable
 from eagleray.messages.membership import Joined, Left
-from eagleray.messages.outputs import Chunk, Chunks, EngineStats, FinishReason
+from eagleray.messages.outputs import Chunk, Chunks, EngineStats, ExpertLoad, FinishReason
 from eagleray.messages.requests import Abort, CallWorkers, Generate
 from eagleray.messages.waves import WaveStarted
 from eagleray.scheduler.request import AddressedChunk
@@ -57,6 +62,29 @@ class IndependentStepper:
 
     def handle(self, message: OpenExperts | ExpertsFormed | WaveStarted) -> None:
         logger.warning("dropped a %s: this engine belongs to no expert group", type(message).__name__)
+
+
+class ExpertLoadReporter:
+    """Reports the load of the experts every few seconds while the engine works, and when it becomes idle."""
+
+    def __init__(self, engine: EngineId, core: EngineCore) -> None:
+        self._engine = engine
+        self._core = core
+        self._due = math.inf
+
+    def report_soon(self) -> None:
+        """Make the next report due at once, because a new client has not received the last one."""
+        self._due = 0.0
+
+    def report(self, *, is_idle: bool) -> ExpertLoad | None:
+        """Return the load, or None if no report is due or nothing was computed since the last one."""
+        now = time.monotonic()
+        if self._due == math.inf and not is_idle:  # work has begun
+            self._due = now + EXPERT_LOAD_INTERVAL_SECONDS
+        if now < self._due and not (is_idle and self._due < math.inf):
+            return None
+        self._due = math.inf if is_idle else now + EXPERT_LOAD_INTERVAL_SECONDS
+        return ExpertLoad(engine=self._engine, counts=self._core.read_expert_load())
 
 
 class EngineLoop:

@@ -7,8 +7,9 @@ import pytest
 from engine_fakes import ENGINE, CountingGroup
 
 from eagleray.config.build import build_config
-from eagleray.engine import expert_load
-from eagleray.engine.expert_load import ExpertLoadReporter, join_loads
+from eagleray.engine import loop
+from eagleray.engine.core import join_loads
+from eagleray.engine.loop import ExpertLoadReporter
 from eagleray.engine.startup import start_engine
 from eagleray.executor.executor import Executor
 from eagleray.messages.steps import WorkerExpertLoad
@@ -50,7 +51,7 @@ def test_expert_load_reporter_idle_reports_once(reporter):
 
 
 def test_expert_load_reporter_busy_reports_at_intervals(reporter, monkeypatch):
-    monkeypatch.setattr(expert_load, "EXPERT_LOAD_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "EXPERT_LOAD_INTERVAL_SECONDS", 0.0)
     assert all(reporter.report(is_idle=False) is not None for _ in range(2))
 
 
