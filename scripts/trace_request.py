@@ -1,6 +1,6 @@
 """List the files of the package that one streamed completion enters, in the API server and in the engine.
 
-    python scripts/trace_request.py [--chat] [--functions] [--limit 65]
+    python scripts/trace_request.py [--chat] [--functions] [--limit 55]
 
 Starts `serve --num-threads 1` with the embedded model and sends streamed requests of 12 tokens, one at a time, over one
 connection. A file counts when one of its functions is called between the first byte of the request and the end of its
