@@ -168,6 +168,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._since = self._shared.now
         self._set_unfinished(0)
         super().on_message_complete()
+        if self.cycle.closes_later:  # type: ignore[attr-defined]
+            self.transport.close()
         self._wait_for_request()
 
     def on_response_complete(self) -> None:
@@ -177,6 +179,9 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self._phase is not ReadPhase.HEADERS:
             self._since = self._shared.now
+        if self.cycle.closes_later:  # type: ignore[attr-defined]
+            self._end_sending()
+            self._is_lingering = self._is_refused
         if self._refusal and self._is_answered:
             self._close_with(self._refusal)
         self._wait_for_request()
@@ -325,6 +330,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_lingering = True
         self._since = self._shared.now
         self.flow.resume_reading()
+        self._end_sending()
+
+    def _end_sending(self) -> None:
         if self.transport.can_write_eof():  # TLS cannot: a client knows by its length that the answer is complete
             self.transport.write_eof()
 

@@ -17,12 +17,22 @@ class RequestCycle(RequestResponseCycle):
     """A request and its answer. `error`, if it is set, is raised where the application reads the body."""
 
     error: EagleRayError | None = None
+    closes_later = False
+    """Whether the last answer of the connection is complete while the rest of the body is still to come. The protocol
+    closes the connection then: a socket that is closed with unread bytes is reset, and the client might never see the
+    answer."""
 
     async def receive(self) -> ASGIReceiveEvent:
         event = await super().receive()
         if self.error is not None:
             raise copy.copy(self.error)  # a copy, because the traceback of `error` would keep the body in memory
         return event
+
+    async def send(self, message: ASGISendEvent) -> None:
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if is_last and self.more_body and not self.keep_alive:
+            self.keep_alive = self.closes_later = True
+        await super().send(message)
 
 
 class RequestCycleOfHttp10(RequestCycle):

@@ -7,6 +7,8 @@ import asyncio
 import pytest
 from http_fakes import HttpServer, request
 
+from eagleray.server.timeouts import LINGER_SECONDS
+
 CHUNKED = request("/echo", "Transfer-Encoding: chunked", method="POST")
 
 
@@ -294,6 +296,31 @@ def test_protocol_endless_rest_of_an_answered_body_closes_the_connection(make_se
     connection = server.connect()
     connection.send(request("/ignore", "Content-Length: 1000000", method="POST"), *[b"x" * 1000] * 5)
     assert connection.transport.is_closed
+
+
+def test_protocol_last_answer_before_the_body_has_come_closes_after_the_body(connection):
+    connection.send(request("/ignore", "Content-Length: 10", "Connection: close", method="POST") + b"12345")
+    assert connection.answer().headers["connection"] == "close"
+    assert connection.transport.has_sent_eof and not connection.transport.is_closed
+    connection.send(b"67890")
+    assert connection.transport.is_closed
+
+
+def test_protocol_last_answer_before_the_body_has_come_waits_for_a_bounded_time(server, connection):
+    connection.send(request("/ignore", "Content-Length: 10", "Connection: close", method="POST"))
+    server.pass_time(29.0)
+    assert not connection.transport.is_closed
+    server.pass_time(2.0)
+    assert connection.transport.is_closed
+
+
+def test_protocol_broken_body_is_answered_before_the_connection_is_closed(server, connection):
+    connection.send(request("/echo", "Transfer-Encoding: chunked", method="POST") + b"no size\r\n")
+    assert connection.answer().status == 400
+    connection.send(b"x" * 1000)
+    assert connection.transport.has_sent_eof and not connection.transport.is_closed
+    server.pass_time(LINGER_SECONDS + 1)
+    assert connection.transport.is_aborted
 
 
 def test_protocol_concurrent_large_bodies_are_limited_and_small_ones_pass(make_server):

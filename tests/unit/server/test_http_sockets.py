@@ -39,6 +39,13 @@ def test_client_that_sends_without_reading_gets_its_refusal(server):
         assert error_of(read_all(client)) == "headers_too_large"
 
 
+def test_client_that_sends_a_body_without_reading_gets_the_last_answer(server):
+    body = b"x" * 8_000_000
+    with server.connect() as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 8000000\r\n\r\n" + body)
+        assert read_all(client).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
 def test_half_a_request_is_refused_in_time(server):
     with server.connect() as client:
         client.sendall(b"GET / HTTP/1.1\r\n")
