@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from eagleray.client.preprocess import Prompt
+from eagleray.client.preprocess import Prompt, check_generates
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import field_names
 from eagleray.server.endpoint import Endpoint, Operation
@@ -64,6 +64,7 @@ class RenderRoute(GenerationRoute[Any, Any]):
 
     async def render(self, request: Request) -> Response:
         body = await self._read(request)
+        check_generates(self._service.engine_info)
         parsed = self._parsed_type(self._service, body, request)
         self._service.admission.check_count(parsed.task.num_prompts, parsed.task.params.n)
         rendered = await unless_disconnected(request.receive, self._render_all(parsed))

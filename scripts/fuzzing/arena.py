@@ -15,6 +15,18 @@ from fuzzing.wire import REPLY_SECONDS, Address, Reply, post
 MOST_FINDINGS, MOST_OF_A_KIND = 20, 3
 ERROR_FIELDS = {"message": str, "type": str, "param": (str, type(None)), "code": (str, int, type(None))}
 TYPES = ("invalid_request_error", "requests", "server_error")
+MESSAGES_PATH = "/v1/messages"
+"""Beginning of the paths whose errors have the form of Anthropic's API."""
+MESSAGES_ERROR_FIELDS = {"message": str, "type": str}
+MESSAGES_TYPES = (
+    "invalid_request_error",
+    "request_too_large",
+    "rate_limit_error",
+    "api_error",
+    "overloaded_error",
+    "timeout_error",
+)
+UNAVAILABLE = (503, 529)
 OUR_FAULT = ("internal_error", "request_failed", "engine_failed", "worker_failed")
 """Codes of errors that no request may cause."""
 
@@ -68,12 +80,14 @@ class Arena:
             reply = await post(self.address, path, payload, headers=headers, seconds=seconds)
         finally:
             self.in_flight.pop(what, None)
-        self.judge(reply, what, has_timeout=b'"timeout"' in payload)
+        self.judge(reply, what, path=path, has_timeout=b'"timeout"' in payload)
         if want and reply.status not in want:
             self.find(f"{what}: answered {reply.status}, not {' or '.join(map(str, want))}: {_shown(reply)}")
         return reply
 
-    def judge(self, reply: Reply, what: str, *, has_timeout: bool = False, may_be_silent: bool = False) -> None:
+    def judge(
+        self, reply: Reply, what: str, *, path: str = "", has_timeout: bool = False, may_be_silent: bool = False
+    ) -> None:
         """Record the violations of an answer. `may_be_silent`: the server may close the connection without one."""
         self.statuses[str(reply.status or "none")] += 1
         if reply.status == 0:
@@ -84,31 +98,36 @@ class Arena:
             if any(f'"code":"{code}"'.encode() in reply.body for code in OUR_FAULT):
                 self.find(f"{what}: the stream ended with an error that no request may cause: {_shown(reply)}")
             return
-        self._judge_error(reply, what, has_timeout)
+        self._judge_error(reply, what, path, has_timeout)
 
-    def _judge_error(self, reply: Reply, what: str, has_timeout: bool) -> None:
-        if trouble := _wrong_form(reply):
+    def _judge_error(self, reply: Reply, what: str, path: str, has_timeout: bool) -> None:
+        if trouble := _wrong_form(reply, path):
             found = f"{what}: {reply.status} not in the documented form ({trouble}): {_shown(reply)}"
             self.find(found, kind=f"form of {reply.status}: {trouble}")
         else:
             self.refusals[f"{reply.status} {reply.json()['error']['message'][:200]}"] += 1
-        if reply.status in (429, 503) and "retry-after" not in reply.headers:
+        if reply.status in (429, *UNAVAILABLE) and "retry-after" not in reply.headers:
             self.find(f"{what}: {reply.status} without Retry-After: {_shown(reply)}")
-        is_allowed = reply.status == 503 or (reply.status == 504 and has_timeout)
+        is_allowed = reply.status in UNAVAILABLE or (reply.status == 504 and has_timeout)
         if reply.status >= 500 and not is_allowed:
             self.find(f"{what}: {reply.status}: {_shown(reply)}")
 
 
-def _wrong_form(reply: Reply) -> str:
-    """Describe how the body of an error differs from its documented form; empty if it does not."""
+def _wrong_form(reply: Reply, path: str) -> str:
+    """Describe how the body of an error differs from the form documented for its path; empty if it does not."""
+    is_messages = path.startswith(MESSAGES_PATH)
+    fields, types = (MESSAGES_ERROR_FIELDS, MESSAGES_TYPES) if is_messages else (ERROR_FIELDS, TYPES)
     try:
-        error = reply.json()["error"]
-        for name, kind in ERROR_FIELDS.items():
+        body = reply.json()
+        error = body["error"]
+        for name, kind in fields.items():
             if not isinstance(error[name], kind):
                 return f"{name} is {error[name]!r}"
+        if is_messages and body["type"] != "error":
+            return f"type of the body is {body['type']!r}"
     except (ValueError, KeyError, TypeError) as error:
         return repr(error)
-    return "" if error["type"] in TYPES else f"type is {error['type']!r}"
+    return "" if error["type"] in types else f"type is {error['type']!r}"
 
 
 def _shown(reply: Reply) -> str:

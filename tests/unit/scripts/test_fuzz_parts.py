@@ -92,6 +92,23 @@ def test_judge_other_answers_are_findings(arena, reply, words):
     assert any(words in finding for finding in arena.findings)
 
 
+@pytest.mark.parametrize(
+    ("status", "kind", "words"),
+    [
+        (400, "invalid_request_error", ""),
+        (529, "overloaded_error", ""),
+        (400, "server_error", "documented form"),
+        (500, "api_error", "500"),
+    ],
+)
+def test_judge_error_of_messages_has_the_form_of_that_route(arena, status, kind, words):
+    body = json.dumps({"type": "error", "error": {"type": kind, "message": "no"}}).encode()
+    arena.judge(Reply(status=status, body=body, headers={"retry-after": "1"}), "x", path="/v1/messages/count_tokens")
+    assert [words in finding for finding in arena.findings] == ([True] if words else [])
+    arena.judge(refusal(400), "x", path="/v1/messages")
+    assert "documented form" in arena.findings[-1]
+
+
 def test_judge_timeout_of_the_request_itself_is_no_finding(arena):
     arena.judge(refusal(504), "x", has_timeout=True)
     assert arena.findings == []

@@ -253,6 +253,8 @@ def test_embeddings_of_generating_model_are_refused_with_the_way(api):
     [
         ("/v1/completions", {"prompt": "hello"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/completions/render", {"prompt": "hello"}),
+        ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "hello"}]}),
     ],
 )
 def test_generation_by_pooling_model_is_refused_with_the_way(embedder, path, body):

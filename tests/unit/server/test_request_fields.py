@@ -70,8 +70,11 @@ def test_truncate_prompt_tokens_of_a_wrong_value_is_refused(api, path, value):
     assert refusal(api, path, truncate_prompt_tokens=value)["param"] == "truncate_prompt_tokens"
 
 
-def test_truncate_prompt_tokens_of_none_leaves_no_prompt(api):
-    assert "empty" in refusal(api, COMPLETIONS, truncate_prompt_tokens=0)["message"]
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_truncate_prompt_tokens_of_zero_is_refused_by_its_name(path, api):
+    error = refusal(api, path, truncate_prompt_tokens=0)
+    assert error["param"] == "truncate_prompt_tokens"
+    assert "leaves no prompt: give at least 1, or -1" in error["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
