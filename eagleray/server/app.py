@@ -31,7 +31,7 @@ from eagleray.server.openai.chat import ParsedChat
 from eagleray.server.openai.chat_batch import ParsedChatBatch
 from eagleray.server.openai.completions import ParsedCompletion
 from eagleray.server.openai.models import ModelRoutes
-from eagleray.server.openai.responses_api.route import ParsedResponse, kept_response_endpoints
+from eagleray.server.openai.responses_api.route import InputTokensRoute, ParsedResponse, kept_response_endpoints
 from eagleray.server.openapi import describe
 from eagleray.server.pooling.routes import PoolingRoutes
 from eagleray.server.render import RenderRoute
@@ -63,6 +63,7 @@ def create_app(client: Client, config: Config, ledger: Ledger, *, has_access_log
         *GenerationRoute(service, ParsedCompletion).endpoints(),
         *GenerationRoute(service, ParsedChat).endpoints(),
         *GenerationRoute(service, ParsedResponse).endpoints(),
+        *InputTokensRoute(service).endpoints(),
         *kept_response_endpoints(),
         *GenerationRoute(service, ParsedChatBatch).endpoints(),
         *RenderRoute(service, ParsedCompletion, is_list=True).endpoints(),

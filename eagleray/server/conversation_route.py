@@ -1,4 +1,5 @@
-"""The part that routes of agents' clients share: one answer to a conversation that has the form of another API.
+"""The part that routes of agents' clients share: one answer to a conversation that has the form of another API, and
+the count of the tokens of its prompt.
 
 The conversation is brought into the form of chat templates; from there on it is treated as by /v1/chat/completions.
 """
@@ -6,8 +7,12 @@ The conversation is brought into the form of chat templates; from there on it is
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from eagleray.client.outputs import CompletionDelta
 from eagleray.client.preprocess import Prompt
@@ -15,13 +20,25 @@ from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import Reasons, field_names
 from eagleray.server.chat_messages import check_template_fields, render_chat
+from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.error_responses import ErrorForm
+from eagleray.server.field_fates import Fate
 from eagleray.server.fields import SamplingFields
 from eagleray.server.generation import Generation, Usage
 from eagleray.server.generation_route import GenerationFields, ParsedRequest
+from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
 from eagleray.server.service import Service
 
+
+class CountFields(Protocol):
+    """The field that the bodies of all routes that count tokens have."""
+
+    model: str | None
+
+
 Body = TypeVar("Body", bound=GenerationFields)
+CountBody = TypeVar("CountBody", bound=CountFields)
 Chunk = TypeVar("Chunk")
 
 
@@ -100,3 +117,51 @@ class ParsedConversation(ParsedRequest[Body, Chunk]):
 
     def _is_empty(self, delta: CompletionDelta) -> bool:
         return not (delta.text or delta.logprobs)
+
+
+class TokenCountRoute(abc.ABC, Generic[CountBody]):
+    """The handler of a route that counts the tokens of a prompt, which needs no engine."""
+
+    path: str
+    summary: str
+    body_type: type[CountBody]
+    response_type: type[Any]
+    """Struct with the field `input_tokens`."""
+    fates: Mapping[str, Fate]
+    """Treatment of the fields that `body_type` does not have."""
+    field_names: Mapping[str, str]
+    """This API's names of fields that the client calls by others."""
+    error_form: ErrorForm | None = None
+    """Form of errors; None: OpenAI's."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._body = service.body_decoder(self.body_type, self.fates)
+
+    def endpoints(self) -> list[Endpoint]:
+        count = Operation(
+            self.count,
+            self.summary,
+            request_body=self.body_type,
+            fates=self.fates,
+            response=self.response_type,
+            error_statuses=(400, 404, 413),
+        )
+        return [Endpoint(self.path, error_form=self.error_form, post=count)]
+
+    async def count(self, request: Request) -> Response:
+        body = await self._body.read(request)
+        self._service.find_model(body.model)
+        with field_names(self.field_names):
+            conversation = self._make_conversation(body)
+            conversation.check(self._service)
+            num_tokens = await unless_disconnected(request.receive, self._count(conversation))
+        return json_response(self.response_type(input_tokens=num_tokens))
+
+    @abc.abstractmethod
+    def _make_conversation(self, body: CountBody) -> Conversation:
+        """Raise `InvalidRequest` for messages that have no counterpart here."""
+
+    async def _count(self, conversation: Conversation) -> int:
+        text, processor = await conversation.render(self._service), self._service.text
+        return len(await processor.encode(text, add_special_tokens=False, max_tokens=processor.utility_tokens))

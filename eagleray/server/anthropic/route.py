@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
@@ -38,12 +35,10 @@ from eagleray.server.anthropic.response import (
 )
 from eagleray.server.body import Reasons
 from eagleray.server.chat_messages import check_no_calls
-from eagleray.server.conversation_route import Conversation, ParsedConversation
-from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.conversation_route import Conversation, ParsedConversation, TokenCountRoute
 from eagleray.server.error_responses import HttpError
 from eagleray.server.field_fates import REASONING
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
-from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.service import Service
 
@@ -154,32 +149,14 @@ def _template_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {names[name]: value for name, value in tool.items() if name in names}}
 
 
-class CountTokensRoute:
-    """The handler of /v1/messages/count_tokens, which needs no engine."""
+class CountTokensRoute(TokenCountRoute[CountTokensRequest]):
+    path = "/v1/messages/count_tokens"
+    summary = "The number of tokens of a prompt for /v1/messages."
+    body_type = CountTokensRequest
+    response_type = TokenCount
+    error_form = ANTHROPIC_ERRORS
+    fates = COUNT_FATES
+    field_names = FIELD_NAMES
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._body = service.body_decoder(CountTokensRequest, COUNT_FATES)
-
-    def endpoints(self) -> list[Endpoint]:
-        count = Operation(
-            self.count,
-            "The number of tokens of a prompt for /v1/messages.",
-            request_body=CountTokensRequest,
-            fates=COUNT_FATES,
-            response=TokenCount,
-            error_statuses=(400, 404, 413),
-        )
-        return [Endpoint("/v1/messages/count_tokens", error_form=ANTHROPIC_ERRORS, post=count)]
-
-    async def count(self, request: Request) -> Response:
-        body = await self._body.read(request)
-        self._service.find_model(body.model)
-        conversation = to_conversation(self._service, body)
-        conversation.check(self._service)
-        return json_response(await unless_disconnected(request.receive, self._count(conversation)))
-
-    async def _count(self, conversation: Conversation) -> TokenCount:
-        text, processor = await conversation.render(self._service), self._service.text
-        tokens = await processor.encode(text, add_special_tokens=False, max_tokens=processor.utility_tokens)
-        return TokenCount(input_tokens=len(tokens))
+    def _make_conversation(self, body: CountTokensRequest) -> Conversation:
+        return to_conversation(self._service, body)

@@ -194,6 +194,14 @@ def responses_stream():
         expect(stream.get_final_response().output_text == text, "stream and answer differ")
 
 
+@check("responses input tokens")
+def responses_input_tokens():
+    question = {"model": MODEL, "input": "What is a list?", "instructions": "Be short."}
+    answer = client.responses.create(**question, max_output_tokens=1)
+    count = client.responses.input_tokens.count(**question)
+    expect(count.input_tokens == answer.usage.input_tokens, "another number of tokens:", count, answer.usage)
+
+
 TOOL = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},

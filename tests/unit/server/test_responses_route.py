@@ -6,13 +6,14 @@ import asyncio
 import json
 
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import InputTokenCountResponse, Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from server_fakes import SPEECH, Call, Chunk, FinishReason, serving, settle
 
 from eagleray.identity import EngineId
 
 PATH = "/v1/responses"
+COUNT_PATH = f"{PATH}/input_tokens"
 EVENT = TypeAdapter(ResponseStreamEvent)
 PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
@@ -342,3 +343,33 @@ def test_responses_failure_before_the_first_event_is_an_ordinary_answer(api):
     api.leave("it crashed", EngineId("test", 0))
     response = api.post(PATH, {"input": "hello", "stream": True})
     assert response.status_code == 503
+
+
+def test_input_tokens_equal_the_prompt(api):
+    body = {"input": [{"role": "user", "content": "hello"}], "instructions": "be brief", "reasoning": {"effort": "low"}}
+    body |= {"chat_template_kwargs": {"mood": "gay "}, "text": {"format": {"type": "text"}}, "truncation": "auto"}
+    response = api.post(COUNT_PATH, {"model": "tiny", "tools": [TOOL], "tool_choice": "required", **body})
+    assert response.status_code == 200, response.text
+    assert "x-eagleray-ignored" not in response.headers
+    count = InputTokenCountResponse.model_validate(response.json(), strict=True)
+    assert not api.engine.requests
+    api.post(PATH, {"max_output_tokens": 1, **body})
+    assert count.input_tokens == len(api.engine.requests[-1].prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": "hello " * 10**6}, "input"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ],
+)
+def test_input_tokens_wrong_field_is_refused_by_name(api, body, param):
+    response = api.post(COUNT_PATH, {"input": "hello", **body})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert api.post(COUNT_PATH, {"model": "other", "input": "hello"}).status_code == 404

@@ -144,6 +144,7 @@ def test_openapi_lists_every_route(api):
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/responses",
+        "/v1/responses/input_tokens",
         *KEPT_PATHS,
         *("/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/completions/render", "/invocations", "/"),
         "/v1/messages",

@@ -1,9 +1,9 @@
-"""The body of /v1/responses, and the table of the fields that it takes without an effect."""
+"""The bodies of /v1/responses and /v1/responses/input_tokens, and the tables of the fields without an effect."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -47,12 +47,27 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     verbosity: Annotated[str | None, Meta(description="No effect.")] = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Answer in a conversation."""
+class ResponsesInput(msgspec.Struct, kw_only=True):
+    """The fields that determine the prompt, and some that clients send beside them."""
 
     input: Annotated[str | InputItems, Meta(description="A text of the user, or the items of a conversation.")]
     model: ModelName = None
     instructions: Annotated[str | None, Meta(description="System message, before `input`.")] = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[dict[str, Any]] | None, Meta(description="Given to the chat template.")] = None
+    tool_choice: Annotated[Any, Meta(description="No effect on the prompt.")] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="No effect.")] = None
+    chat_template_kwargs: TemplateVariables = None
+
+
+class InputTokensRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True):
+    """Count the tokens of a prompt."""
+
+
+class ResponsesRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True):
+    """Answer in a conversation."""
+
     max_output_tokens: Annotated[
         Annotated[int, Meta(extra_json_schema={"minimum": 1})] | None,
         Meta(description="Default: as many as the model's length allows."),
@@ -86,14 +101,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         Literal["auto", "disabled"] | None,
         Meta(description="auto: keep the last tokens of a prompt that is too long for the model's length."),
     ] = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
     tools: Tools = None
     tool_choice: ToolChoice = None
-    parallel_tool_calls: Annotated[bool | None, Meta(description="No effect.")] = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Returned with the answer.")] = None
     user: Annotated[str | None, Meta(description="Returned with the answer.")] = None
-    chat_template_kwargs: TemplateVariables = None
     priority: Priority = None
     cache_salt: CacheSalt = None
     timeout: Timeout | None = None
@@ -115,13 +126,23 @@ def _renamed(name: str) -> Feature:
     return Feature("a field of this name here", f"call it `{name}`")
 
 
-RESPONSES_FATES: Mapping[str, Fate] = {
-    **COMMON,
+_INPUT_FATES: Mapping[str, Fate] = {
     "previous_response_id": refused(KEPT_ANSWERS),
     "conversation": refused(KEPT_ANSWERS),
+    "text.format": refused(STRUCTURED_OUTPUTS, {"type": "text"}),
+}
+
+INPUT_TOKENS_FATES: Mapping[str, Fate] = {
+    **_INPUT_FATES,
+    "truncation": ACCEPTED,  # all tokens are counted
+}
+"""Table of /v1/responses/input_tokens."""
+
+RESPONSES_FATES: Mapping[str, Fate] = {
+    **COMMON,
+    **_INPUT_FATES,
     "background": refused(BACKGROUND, False),
     "prompt": refused(PROMPT_TEMPLATES),
-    "text.format": refused(STRUCTURED_OUTPUTS, {"type": "text"}),
     "n": refused(SEVERAL_ANSWERS, 1),
     "messages": refused(_renamed("input"), []),
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), refused(_renamed("max_output_tokens"))),

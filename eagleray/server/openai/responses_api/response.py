@@ -53,6 +53,13 @@ class InputOutputUsage(msgspec.Struct, kw_only=True):
     total_tokens: int
 
 
+class InputTokenCount(msgspec.Struct, kw_only=True):
+    """The answer of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class IncompleteReason(msgspec.Struct):
     reason: Literal["max_output_tokens"]
 

@@ -1,4 +1,5 @@
-"""/v1/responses: the next message of a conversation, in the form that OpenAI's newer clients use."""
+"""/v1/responses: the next message of a conversation in the form that OpenAI's newer clients use, and the count of the
+tokens of its prompt."""
 
 from __future__ import annotations
 
@@ -15,15 +16,18 @@ from eagleray.errors import InvalidRequest, NotFound
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.chat_messages import check_no_calls
-from eagleray.server.conversation_route import Conversation, ParsedConversation
+from eagleray.server.conversation_route import Conversation, ParsedConversation, TokenCountRoute
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import HttpError
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
 from eagleray.server.logprobs import ChatLogprobs, LogprobsCollector
 from eagleray.server.openai.responses_api.input_items import continues_last_item, to_messages
 from eagleray.server.openai.responses_api.request import (
+    INPUT_TOKENS_FATES,
     RESPONSES_FATES,
+    InputTokensRequest,
     ReasoningOptions,
+    ResponsesInput,
     ResponsesRequest,
     TextOptions,
 )
@@ -34,6 +38,7 @@ from eagleray.server.openai.responses_api.response import (
     IncompleteReason,
     InputDetails,
     InputOutputUsage,
+    InputTokenCount,
     OutputDetails,
     OutputItemAdded,
     OutputItemDone,
@@ -50,6 +55,7 @@ from eagleray.server.openai.responses_api.response import (
     ResponseObject,
     ResponseState,
 )
+from eagleray.server.service import Service
 
 FIELD_NAMES = {
     "prompt": "input",
@@ -80,16 +86,10 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
         check_no_calls(body.tools, body.tool_choice, {"tools": body.tools, "tool_choice": body.tool_choice})
 
     def _make_conversation(self) -> Conversation:
-        body = self.body
-        self.service.text.check_num_messages(0 if isinstance(body.input, str) else len(body.input))
-        return Conversation(
-            messages=to_messages(body.instructions, body.input),
-            tools=[_template_tool(tool) for tool in body.tools or ()],
-            reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-            chat_template_kwargs=body.chat_template_kwargs,
-            continue_final_message=continues_last_item(body.input),
-            truncate_prompt_tokens=self._num_kept_tokens() if body.truncation == "auto" else None,
-        )
+        conversation = to_conversation(self.service, self.body)
+        if self.body.truncation == "auto":
+            conversation.truncate_prompt_tokens = self._num_kept_tokens()
+        return conversation
 
     def _num_kept_tokens(self) -> int:
         """Return the number of prompt tokens that leaves room for the answer."""
@@ -242,11 +242,35 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
         )
 
 
+def to_conversation(service: Service, body: ResponsesInput) -> Conversation:
+    """Return the conversation of a body. Raises `InvalidRequest` for items that have no counterpart here."""
+    service.text.check_num_messages(0 if isinstance(body.input, str) else len(body.input))
+    return Conversation(
+        messages=to_messages(body.instructions, body.input),
+        tools=[_template_tool(tool) for tool in body.tools or ()],
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        chat_template_kwargs=body.chat_template_kwargs,
+        continue_final_message=continues_last_item(body.input),
+    )
+
+
 def _template_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool in the form of chat templates, which has the function in an object of its own."""
     if tool.get("type") != "function" or "function" in tool:
         return tool
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+class InputTokensRoute(TokenCountRoute[InputTokensRequest]):
+    path = "/v1/responses/input_tokens"
+    summary = "The number of tokens of a prompt for /v1/responses."
+    body_type = InputTokensRequest
+    response_type = InputTokenCount
+    fates = INPUT_TOKENS_FATES
+    field_names = FIELD_NAMES
+
+    def _make_conversation(self, body: InputTokensRequest) -> Conversation:
+        return to_conversation(self._service, body)
 
 
 def kept_response_endpoints() -> list[Endpoint]:
