@@ -219,6 +219,11 @@ class Service:
         limit = fields.truncate_prompt_tokens
         if limit is None:
             return None
+        if limit == 0:
+            raise InvalidRequest(
+                "`truncate_prompt_tokens` of 0 leaves no prompt: give at least 1, or -1 for as many tokens as fit",
+                param="truncate_prompt_tokens",
+            )
         max_model_len = self.max_model_len
         if limit > max_model_len:
             raise InvalidRequest(
