@@ -36,6 +36,8 @@ DOCUMENT = ROOT / "docs/compatibility.md"
 BEGIN, END = "<!-- make compat: begin -->\n", "<!-- make compat: end -->\n"
 HEAD = ("| client | version | checks passed | what fails, and why |", "|---|---|---|---|")
 
+SERVER_OPTIONS = ("--enable-sglang-api", "--enable-tokenizer-info-endpoint")
+"""Options for routes that clients use and that are not served without them."""
 INSTALL_SECONDS = 1800.0
 CHECK_SECONDS = 900.0
 MAX_REASON = 200
@@ -235,7 +237,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
 def serving() -> Iterator[tuple[str, str]]:
     """Serve the embedded model; yield the address and the model's name. Raises `ChaosFailed` if it does not start."""
     with tempfile.TemporaryDirectory(prefix="eagleray-compat-") as root:
-        server = Server([], Path(root), log=Path(root) / "serve.log")
+        server = Server([*SERVER_OPTIONS], Path(root), log=Path(root) / "serve.log")
         try:
             server.wait_until_serving()
             models = httpx.get(f"{server.url}/v1/models", timeout=30.0, trust_env=False).json()

