@@ -126,7 +126,7 @@ def try_client(client: CompatClient, runner: ClientRunner) -> ClientResult:
 def read_checks(output: str) -> Iterator[CheckResult]:
     """Return the checks among the lines of a script; what its client printed itself is left out."""
     for line in output.splitlines():
-        if line.startswith('{"name": '):
+        if line.startswith('{"name":'):
             fields = json.loads(line)
             yield CheckResult(fields["name"], fields["ok"], fields["detail"])
 
@@ -188,7 +188,8 @@ class LocalRunner:
                 return self._execute(command, Path(directory), CHECK_SECONDS)
             # node looks for packages beside the script
             script = shutil.copy(SCRIPTS / f"{client.name}.mjs", place)
-            return self._execute(["node", script], Path(directory), CHECK_SECONDS)
+            node = place / "node_modules/.bin/node"
+            return self._execute([str(node), script], Path(directory), CHECK_SECONDS)
 
     def _place(self, client: CompatClient) -> Path:
         pins = hashlib.sha256(repr((client.pins, client.bare_pins, sys.version_info[:2])).encode()).hexdigest()

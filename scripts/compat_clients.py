@@ -60,7 +60,7 @@ class CompatClient:
     expected_failures: Mapping[str, MissingFeature] = field(default_factory=dict)
     """Missing feature, by the name of the check that fails for it."""
     is_node: bool = False
-    """Whether npm installs it, and node runs the script."""
+    """Whether npm installs it; the package `node` among the pins runs the script."""
 
     @property
     def package(self) -> str:
@@ -84,6 +84,17 @@ CLIENTS = (
             "response_format json_object": STRUCTURED_OUTPUTS,
             "parse": STRUCTURED_OUTPUTS,
         },
+    ),
+    CompatClient(
+        "openai_node",
+        ("openai@7.57.0", "zod@4.6.7", "node@22.23.3"),
+        "openai (Node.js)",
+        expected_failures={
+            "runTools": TOOLS,
+            "response_format json_object": STRUCTURED_OUTPUTS,
+            "parse": STRUCTURED_OUTPUTS,
+        },
+        is_node=True,
     ),
     CompatClient("anthropic_python", ("anthropic==2.12.0",), "anthropic (Python)", expected_failures={"tools": TOOLS}),
     CompatClient(
