@@ -76,6 +76,14 @@ MAX_SESSION_CHARS = 256
 SESSION_NAME = re.compile(r"[\x21-\x7e]{1,256}")
 
 
+class OptionFields(Protocol):
+    """The fields of a body that become `RequestOptions`."""
+
+    priority: int | None
+    cache_salt: str | None
+    timeout: float | None
+
+
 class TruncationFields(Protocol):
     """The fields of a request that limit its prompts."""
 

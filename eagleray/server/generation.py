@@ -23,10 +23,9 @@ from eagleray.client.outputs import (
     RequestOutput,
     WeightVersionSpan,
 )
-from eagleray.client.preprocess import Prompt
+from eagleray.client.preprocess import Prompt, RequestOptions
 from eagleray.client.request import RequestStream
 from eagleray.identity import FIRST_WEIGHT_VERSION
-from eagleray.messages.adapters import Adapter
 from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
@@ -78,15 +77,8 @@ class GenerationTask(NamedTuple):
     """Time at which the HTTP request came, by `time.perf_counter`."""
     num_prompts: int
     params: SamplingParams
-    priority: int
-    cache_salt: str
-    adapter: Adapter | None
-    timeout: float | None
-    """Seconds; None: as the client is set up."""
-    rank: int | None
-    """Rank of the engine that the request must go to; None: any."""
-    session: str | None
-    """Name of a session, whose requests go to one engine."""
+    options: RequestOptions
+    """Options of the client's requests, without their ids."""
     only_prompt: bool
     """Whether the request asks for no token. Computing a prompt yields one, which is neither shown nor counted."""
     field_names: Mapping[str, str]
@@ -318,17 +310,8 @@ class GenerationGroup:
 
     def _send(self, index: int, prompt: Prompt) -> Generation:
         task = self._task
-        stream = self._service.client.generate(
-            prompt,
-            task.params,
-            request_id=self._service.unique(task.request_id),
-            priority=task.priority,
-            cache_salt=task.cache_salt,
-            adapter=task.adapter,
-            timeout=task.timeout,
-            session=task.session,
-            rank=task.rank,
-        )
+        options: RequestOptions = {**task.options, "request_id": self._service.unique(task.request_id)}
+        stream = self._service.client.generate(prompt, task.params, **options)
         try:
             timer = self._service.metrics.requests.begin(
                 arrival=task.arrival,

@@ -29,12 +29,11 @@ from eagleray.server.error_responses import ErrorForm, HttpError, InvalidFields
 from eagleray.server.field_fates import Fate
 from eagleray.server.fields import (
     SAMPLING_NAMES,
+    OptionFields,
     SamplingFields,
     StreamOptions,
     check_request_id,
-    requested_rank,
     routing_headers,
-    session_name,
 )
 from eagleray.server.generation import Generation, GenerationGroup, GenerationTask, PromptTokensDetails, Usage
 from eagleray.server.http_responses import (
@@ -50,14 +49,11 @@ from eagleray.server.logprobs import LogprobsCollector, PromptLogprobList, encod
 from eagleray.server.service import Service
 
 
-class GenerationFields(Protocol):
+class GenerationFields(OptionFields, Protocol):
     """The fields that the bodies of all generating routes have."""
 
     model: str | None
     stream: bool | None
-    priority: int | None
-    cache_salt: str | None
-    timeout: float | None
 
 
 Body = TypeVar("Body", bound=GenerationFields)
@@ -189,12 +185,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             arrival=request.scope["state"]["arrival"],
             num_prompts=self.num_prompts,
             params=params,
-            priority=self.service.check_priority(body.priority),
-            cache_salt=body.cache_salt or "",
-            adapter=self.adapter,
-            timeout=body.timeout,
-            rank=requested_rank(request.headers, self.service.ranks),
-            session=session_name(getattr(body, "session_id", None), request.headers),
+            options=self.service.request_options(body, request.headers, self.adapter),
             only_prompt=self.only_prompt,
             field_names=self.field_names,
         )

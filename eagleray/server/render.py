@@ -94,7 +94,7 @@ class RenderRoute(GenerationRoute[Any, Any]):
             stream=bool(body.stream),
             stream_options=body.stream_options if body.stream else None,
             cache_salt=body.cache_salt,
-            priority=parsed.task.priority,
+            priority=parsed.task.options["priority"],
         )
 
 

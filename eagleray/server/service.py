@@ -12,8 +12,10 @@ import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
+
 from eagleray.client.client import Client
-from eagleray.client.preprocess import Prompt
+from eagleray.client.preprocess import Prompt, RequestOptions
 from eagleray.client.text.generation_config import default_sampling
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.resolve import local_ranks, served_names
@@ -27,7 +29,7 @@ from eagleray.metrics.ledger import Ledger
 from eagleray.server.admission import Admission
 from eagleray.server.body import IGNORED_FIELDS, BodyDecoder
 from eagleray.server.field_fates import Fate
-from eagleray.server.fields import TruncationFields
+from eagleray.server.fields import OptionFields, TruncationFields, requested_rank, session_name
 from eagleray.server.fingerprint import system_fingerprint
 from eagleray.server.lenient_body import IgnoredFieldLog
 from eagleray.server.memory_return import MemoryReturn
@@ -157,6 +159,17 @@ class Service:
             return adapter
         adapters = [adapter.name for adapter in self.client.state.adapters]
         raise UnknownModel(f"model {name!r} is not served here; served: {', '.join([*self.model_names, *adapters])}")
+
+    def request_options(self, body: OptionFields, headers: Headers, adapter: Adapter | None) -> RequestOptions:
+        """Return the options of the client's requests, without their ids. Raises `InvalidRequest`."""
+        return {
+            "priority": self.check_priority(body.priority),
+            "cache_salt": body.cache_salt or "",
+            "adapter": adapter,
+            "timeout": body.timeout,
+            "rank": requested_rank(headers, self.ranks),
+            "session": session_name(getattr(body, "session_id", None), headers),
+        }
 
     async def encode_prompt(self, text: str, fields: TruncationFields, *, add_special_tokens: bool) -> Prompt:
         """Return the tokens of a text, with the text unless a part is missing. Raises as `TextProcessor.encode`."""

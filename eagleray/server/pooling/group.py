@@ -10,9 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from eagleray.client.pooling import PooledPrompt
-from eagleray.client.preprocess import POOLED, Prompt
+from eagleray.client.preprocess import POOLED, Prompt, RequestOptions
 from eagleray.client.request import RequestStream
-from eagleray.messages.adapters import Adapter
 from eagleray.messages.outputs import FinishReason
 from eagleray.metrics.requests import RequestTimer
 from eagleray.server.pooling.prompts import PlaceOf, naming_place
@@ -28,12 +27,8 @@ class PoolingJob(NamedTuple):
     request_id: str
     arrival: float
     """Time at which the HTTP request came, by `time.perf_counter`."""
-    priority: int
-    cache_salt: str
-    adapter: Adapter | None
-    timeout: float | None
-    rank: int | None
-    session: str | None
+    options: RequestOptions
+    """Options of the client's requests, without their ids."""
 
 
 async def pool_prompts(
@@ -74,16 +69,8 @@ async def pool_prompts(
 
 
 def _send(service: Service, job: PoolingJob, prompt: Prompt) -> tuple[RequestStream, RequestTimer]:
-    stream = service.client.pool(
-        prompt,
-        request_id=service.unique(job.request_id),
-        priority=job.priority,
-        cache_salt=job.cache_salt,
-        timeout=job.timeout,
-        session=job.session,
-        rank=job.rank,
-        adapter=job.adapter,
-    )
+    options: RequestOptions = {**job.options, "request_id": service.unique(job.request_id)}
+    stream = service.client.pool(prompt, **options)
     try:
         num_tokens = len(stream.prompt_token_ids)
         return stream, service.metrics.requests.begin(

@@ -28,7 +28,7 @@ from eagleray.config.pooling_spec import PoolingSpec
 from eagleray.errors import InvalidRequest
 from eagleray.messages.arrays import Array
 from eagleray.server.endpoint import Endpoint, Operation
-from eagleray.server.fields import check_request_id, requested_rank, routing_headers, session_name
+from eagleray.server.fields import check_request_id, routing_headers
 from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.pooling import responses
 from eagleray.server.pooling.group import PROMPTS_AT_ONCE, PoolingJob, pool_prompts
@@ -244,12 +244,7 @@ class PoolingRoutes:
         job = PoolingJob(
             request_id=body.request_id or state["request_id"],
             arrival=state["arrival"],
-            priority=service.check_priority(body.priority),
-            cache_salt=body.cache_salt or "",
-            adapter=service.find_model(body.model),
-            timeout=body.timeout,
-            rank=requested_rank(request.headers, service.ranks),
-            session=session_name(None, request.headers),
+            options=service.request_options(body, request.headers, service.find_model(body.model)),
         )
         return await pool_prompts(service, job, num_prompts, make_prompts, place_of)
 

@@ -170,12 +170,10 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
         self._streamed: defaultdict[int, StreamedCompletion] = defaultdict(StreamedCompletion)
         self._input_logprobs: dict[str, Any] = {}
         task = super()._make_task(request)._replace(request_id=body.rid)
-        if body.session_id:
-            task = task._replace(session=body.session_id)
         if body.rank is not None:
             if body.rank not in service.ranks:
                 raise InvalidRequest(f"there is no engine of rank {body.rank} here", param="routed_dp_rank")
-            task = task._replace(rank=body.rank)
+            task = task._replace(options={**task.options, "rank": body.rank})
         return task
 
     def _sampling_params(self) -> SamplingParams:
