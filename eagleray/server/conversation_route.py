@@ -23,7 +23,6 @@ from eagleray.server.chat_messages import check_template_fields, render_chat
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import ErrorForm
 from eagleray.server.field_fates import Fate
-from eagleray.server.fields import SamplingFields
 from eagleray.server.generation import Generation, Usage
 from eagleray.server.generation_route import GenerationFields, ParsedRequest
 from eagleray.server.http_responses import json_response, unless_disconnected
@@ -94,15 +93,13 @@ class ParsedConversation(ParsedRequest[Body, Chunk]):
             self._conversation = self._make_conversation()
             self._conversation.check(self.service)
 
-    def _merge_given(self, max_tokens: int | None, **given: Any) -> SamplingParams:
-        """Return the given values; a value that is None becomes the default of the model or of OpenAI's API.
-
-        `max_tokens`: by default the number in the model's defaults, or else all that the model's length leaves.
-        """
-        values = {name: value for name, value in given.items() if value is not None}
-        values["return_routed_experts"] = False  # no place in these answers
-        values["max_tokens"] = self.service.default_sampling.get("max_tokens") if max_tokens is None else max_tokens
-        return self._merge_sampling(SamplingFields(), **values)
+    def _merge_answer(self, max_tokens: int | None, **decided: Any) -> SamplingParams:
+        """Return the parameters of the answer, see `_merge_sampling`. `max_tokens`: by default the number in the
+        model's defaults, or else all that the model's length leaves."""
+        if max_tokens is None:
+            max_tokens = self.service.default_sampling.get("max_tokens")
+        # routed experts have no place in these answers
+        return self._merge_sampling(max_tokens=max_tokens, return_routed_experts=False, **decided)
 
     async def make_prompts(self) -> list[Prompt]:
         text = await self._conversation.render(self.service)

@@ -30,7 +30,6 @@ from eagleray.server.field_fates import Fate
 from eagleray.server.fields import (
     SAMPLING_NAMES,
     OptionFields,
-    SamplingFields,
     StreamOptions,
     check_request_id,
     routing_headers,
@@ -190,9 +189,9 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             field_names=self.field_names,
         )
 
-    def _merge_sampling(self, fields: SamplingFields, **decided: Any) -> SamplingParams:
-        """Return the values that the route `decided`, else those of `fields`, else the model's or OpenAI's defaults."""
-        given = {name: value for name in SAMPLING_NAMES if (value := getattr(fields, name)) is not None}
+    def _merge_sampling(self, **decided: Any) -> SamplingParams:
+        """Return the values that the route `decided`, else those of the body, else the model's or OpenAI's defaults."""
+        given = {name: value for name in SAMPLING_NAMES if (value := getattr(self.body, name, None)) is not None}
         if self.service.reports_routed_experts:
             given.setdefault("return_routed_experts", True)
         return make_sampling(self.service.default_sampling | given | decided)

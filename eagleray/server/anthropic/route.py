@@ -71,14 +71,7 @@ class ParsedMessages(ParsedConversation[MessagesRequest, AnyMessageEvent]):
         return to_conversation(self.service, self.body)
 
     def _sampling_params(self) -> SamplingParams:
-        body = self.body
-        return self._merge_given(
-            body.max_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            stop=body.stop_sequences,
-        )
+        return self._merge_answer(self.body.max_tokens, stop=self.body.stop_sequences)
 
     async def _choice(self, generation: Generation, output: CompletionOutput, logprobs: Any) -> CompletionOutput:
         return output

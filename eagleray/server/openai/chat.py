@@ -81,7 +81,7 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
             decided = {"logprobs": self._num_logprobs(), "max_tokens": max_tokens}
             if self.body.echo and self.body.prompt_logprobs is None:
                 decided["prompt_logprobs"] = decided["logprobs"]
-            return self._merge_sampling(self.body, **decided)
+            return self._merge_sampling(**decided)
 
     def _max_tokens(self) -> int | None:
         limits = {limit for limit in (self.body.max_tokens, self.body.max_completion_tokens) if limit is not None}

@@ -51,7 +51,7 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
         if body.echo and body.logprobs is not None:
             asked = (body.logprobs, body.prompt_logprobs or 0)
             decided["prompt_logprobs"] = -1 if -1 in asked else max(asked)
-        return self._merge_sampling(body, **decided)
+        return self._merge_sampling(**decided)
 
     def _check_only_ids(self) -> None:
         """Raise `InvalidRequest` if a part of the answer would be a text, and show token ids otherwise."""

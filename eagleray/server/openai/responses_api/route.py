@@ -96,25 +96,7 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
         return max(1, self.service.max_model_len - (self.body.max_output_tokens or 1))
 
     def _sampling_params(self) -> SamplingParams:
-        body = self.body
-        return self._merge_given(
-            body.max_output_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            min_p=body.min_p,
-            seed=body.seed,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            repetition_penalty=body.repetition_penalty,
-            logit_bias=body.logit_bias,
-            stop=body.stop,
-            stop_token_ids=body.stop_token_ids,
-            include_stop_str_in_output=body.include_stop_str_in_output,
-            ignore_eos=body.ignore_eos,
-            skip_special_tokens=body.skip_special_tokens,
-            logprobs=self._num_logprobs(),
-        )
+        return self._merge_answer(self.body.max_output_tokens, logprobs=self._num_logprobs())
 
     def _num_logprobs(self) -> int | None:
         num_logprobs, most = self.body.top_logprobs or 0, self.service.max_logprobs
