@@ -24,6 +24,7 @@ from eagleray.client.request import RequestStream
 from eagleray.client.routing.router import Router
 from eagleray.client.text.generation_config import model_eos_token_ids
 from eagleray.client.text.tokenizer import Tokenizer
+from eagleray.client.tracing import open_tracer
 from eagleray.config.resolve import local_ranks
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, Unavailable
@@ -73,6 +74,8 @@ class Client:
         """Seconds for which running requests may continue once `stopping` is set."""
         self.state = InstanceState()
         """State of the instance. Requests can be sent in every state; engines run them while it `may_step`."""
+        self.has_traces = builder.tracer is not None
+        """Whether requests have spans of OpenTelemetry."""
         self.tokenizer = builder.tokenizer
         """The model's tokenizer, or None under `skip_tokenizer_init`."""
         self.engines: Mapping[EngineId, EngineInfo] = router.known_engines.engines
@@ -132,6 +135,7 @@ class Client:
             max_request_restarts=config.recovery.max_request_restarts,
             request_timeout=config.serving.request_timeout,
             stream_interval=config.serving.stream_interval,
+            tracer=open_tracer(config, client_id),
         )
         # Not seeded: with equal seeds all clients would choose the same engines.
         router = Router(
@@ -296,6 +300,8 @@ class Client:
         self._in_flight.abort_all()
         self._inbox.close()
         self._outbox.close()
+        if self._builder.tracer is not None:
+            await self._builder.tracer.close()
 
     def _send(self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions) -> RequestStream:
         request = self._builder.build(prompt, params, self._check_open(), ids_in_use=self._in_flight, **options)

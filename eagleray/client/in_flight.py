@@ -150,6 +150,8 @@ class InFlightRequests:
             for engine_request_id in request.engine_request_ids:
                 del self._completions[engine_request_id]
             request.interrupted_at = now if request.interrupted_at is None else request.interrupted_at
+            if request.trace is not None:
+                request.trace.add_event("engine_exited", engine=engine.label, cause=cause)
             if failure := request.on_engine_exit(message):
                 self._fail(request, failure)
         for request in self._queued():
@@ -176,6 +178,9 @@ class InFlightRequests:
         """Send the queued requests for which there is an engine, and return their number."""
         sent = [request for request in self._queued() if self._dispatch(request)]
         resumed = [request for request in sent if request.interrupted_at is not None]
+        for request in resumed:
+            if request.trace is not None and request.engine is not None:
+                request.trace.add_event("resumed", engine=request.engine.label)
         if resumed and self.observer is not None:
             self.observer.on_resumed(len(resumed), sum(request.num_known_tokens for request in resumed))
         return len(sent)
@@ -243,6 +248,8 @@ class InFlightRequests:
         """Note the progress of a request whose engine had not sent a token of it before this chunk."""
         has_output = bool(chunk.token_ids) or chunk.pooled is not None
         request.record_started(has_token=has_output)
+        if has_output and request.trace is not None:
+            request.trace.add_first_output(chunk)
         if request.prefix_match is not None and not chunk.is_started:
             # For prompt log-probabilities or under `skip_reading_prefix_cache`, an engine also computes tokens that are
             # in its cache, so `num_cached_tokens` does not show which blocks the cache has.
@@ -285,6 +292,8 @@ class InFlightRequests:
             self._record_finished(request, len(request.unfinished))
         del self._requests[request.request_id]
         request.finished_at = time.perf_counter()
+        if request.trace is not None:
+            request.trace.end(request)
         self._leave_queue(request)
         request.notify_reader(done=True)
 

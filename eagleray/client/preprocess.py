@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Container, Iterable, Sized
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import msgspec
 
@@ -20,6 +20,7 @@ from eagleray.client.field_checks import check_seconds, check_text
 from eagleray.client.prompt_scores import PromptScores
 from eagleray.client.request import ClientRequest
 from eagleray.client.text.tokenizer import Tokenizer
+from eagleray.client.tracing import TraceOrigin, make_origin
 from eagleray.config.pooling_spec import POOLS_ONLY, too_long_to_pool
 from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.identity import ClientId
@@ -27,6 +28,9 @@ from eagleray.messages.adapters import Adapter
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import MAX_SEED, Sampling, SamplingParams, Stopping, resolve_all_logprobs
+
+if TYPE_CHECKING:
+    from eagleray.client.otel import RequestTracer
 
 MAX_COMPLETIONS = 1024
 """Largest `n`: each completion is a request of its own, with a copy of the prompt."""
@@ -57,6 +61,8 @@ class RequestOptions(TypedDict, total=False):
     """The only engine that the request may go to."""
     adapter: Adapter | None
     """See `Client.find_adapter`."""
+    origin: TraceOrigin | None
+    """Begin of the request's span, if it has one; None: the span begins now, without a parent."""
 
 
 class _CommonFields(NamedTuple):
@@ -77,7 +83,7 @@ class RequestBuilder:
 
     `seed` determines the seeds of requests that have none; None makes them random. `request_timeout` is the time limit,
     in seconds, of requests that set none; None means no limit. `stream_interval` is the least number of tokens of a
-    completion that a stream yields together.
+    completion that a stream yields together. `tracer` None: requests have no spans.
     """
 
     def __init__(
@@ -91,8 +97,10 @@ class RequestBuilder:
         max_request_restarts: int = 0,
         request_timeout: float | None = None,
         stream_interval: int = 1,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.tracer = tracer
         self._client = client
         self._eos_token_ids = eos_token_ids
         self._max_logprobs = max_logprobs
@@ -118,6 +126,7 @@ class RequestBuilder:
         session: str | None = None,
         rank: int | None = None,
         adapter: Adapter | None = None,
+        origin: TraceOrigin | None = None,
     ) -> ClientRequest:
         """Build a request for engines that serve `engine`; see `RequestOptions`. `params` None: for the vector of a
         pooling model. Raises `InvalidRequest`."""
@@ -163,6 +172,7 @@ class RequestBuilder:
             timeout=seconds,
             session=session,
             rank=rank,
+            trace=None if self.tracer is None else self.tracer.begin(origin or make_origin(name), params, adapter),
         )
 
     def tokenize(self, prompt: Prompt, engine: EngineInfo) -> list[int]:

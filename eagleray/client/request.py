@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from eagleray.client.completion import Completion
 from eagleray.client.flat_logprobs import FlatLogprobs
@@ -34,6 +35,9 @@ from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from eagleray.client.otel import RequestTrace
 
 MAX_DELTA_ENTRIES = 1024
 """Most tokens and log-probabilities of one delta. Making and sending them takes some milliseconds. A slow reader gets
@@ -53,7 +57,7 @@ class ClientRequest:
 
     `prompt`: its text, if known. `tokenizer` None: no text. `routing`: of engines that report routed experts.
     `max_restarts`: engines that the request may lose in a row without a token in between. `timeout`: seconds from start
-    to failure. `rank`: the only engine that may run the request.
+    to failure. `rank`: the only engine that may run the request. `trace`: its span, if it has one.
     """
 
     # Slots, because every token of every request passes through here.
@@ -63,7 +67,7 @@ class ClientRequest:
         "_prompt_logprobs_were_read", "_scores", "_shows_prompt_logprobs", "arrival_time", "arrived_at", "awaits_token",
         "completions", "done", "engine", "failure", "finished_at", "first_token_at", "first_token_engine", "has_more",
         "has_output", "interrupted_at", "is_queued", "on_output", "prefix_match", "prompt", "prompt_token_ids", "rank",
-        "request_id", "session", "timeout", "timer", "unfinished",
+        "request_id", "session", "timeout", "timer", "trace", "unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -80,12 +84,14 @@ class ClientRequest:
         timeout: float | None = None,
         session: str | None = None,
         rank: int | None = None,
+        trace: RequestTrace | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = messages[0].prompt_token_ids
         self.timeout = timeout
         self.session = session
         self.rank = rank
+        self.trace = trace
         routing = routing if params.return_routed_experts else None
         self.completions = [
             Completion(index, message, params, tokenizer, routing) for index, message in enumerate(messages)

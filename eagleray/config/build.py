@@ -21,6 +21,7 @@ from eagleray.config.resolve import (
 from eagleray.config.sections import Config
 from eagleray.config.serving import JSON_LISTS, REPEATED
 from eagleray.config.suggestions import suggest
+from eagleray.config.traces import check_traces
 from eagleray.config.vllm_table import MEANINGS, TABLE
 from eagleray.errors import ConfigError
 
@@ -62,6 +63,7 @@ def build_config(**options: Any) -> Config:
     check_executor(config)
     check_experts(config)
     check_lora(config)
+    check_traces(config.observability)
     return config
 
 

@@ -90,6 +90,7 @@ class EngineKeywords(TypedDict, total=False):
     log_format: Literal["text", "json", "none"] | str | None
     disable_log_stats: bool | None
     enable_vllm_metrics: bool | None
+    otlp_traces_endpoint: str | None
 
 
 class LLMKeywords(EngineKeywords, total=False):
@@ -292,7 +293,6 @@ class LLMKeywords(EngineKeywords, total=False):
     offload_params: Any
     offload_prefetch_step: Any
     optimization_level: Any
-    otlp_traces_endpoint: Any
     per_request_spec_decode_metrics: Any
     performance_mode: Any
     preemption_mode: Any

@@ -28,3 +28,10 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         bool,
         Meta(description="Show metrics that vLLM has too under its names (`vllm:…`) as well, for its dashboards."),
     ] = False
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="URL of an OpenTelemetry collector that gets a span for each request; needs the extra `otel`. "
+            "The variable OTEL_EXPORTER_OTLP_TRACES_PROTOCOL names the protocol: grpc (default) or http/protobuf."
+        ),
+    ] = None

@@ -194,11 +194,14 @@ REFUSED = {
     "not supported: at level 2 all weights are discarded": "sleep_preserve_parameter_names",
     "not supported yet": (
         "return_sampling_mask kv_transfer_config kv_events_config enable_elastic_ep elastic_ep_max_dp_size"
-        " structured_outputs_config guided_decoding_backend otlp_traces_endpoint collect_detailed_traces"
+        " structured_outputs_config guided_decoding_backend"
         " custom_histogram_buckets profiler_config log_config_file enable_log_requests enable_log_outputs"
         " log_error_stack sse_keep_alive_interval"
         " max_num_queued_tokens long_prefill_token_threshold long_prefill_token_threshold_adaptive"
         " fingerprint_value model_loader_extra_config"
+    ),
+    "not supported: spans (`otlp_traces_endpoint`) have the times of queue, prefill and decode": (
+        "collect_detailed_traces"
     ),
     "not supported: no marks are put into texts": "watermark_config",
     "not supported: no supported model has such embeddings": "engram_config",

@@ -432,8 +432,10 @@ class Scheduler:
         new_version = None if weight_version == request.weight_version else weight_version
         request.weight_version = weight_version
         finish = request.append(token_id)
+        times = {}
         if request.times.first_token_at is None:
             self._histograms.on_first_token(request.times)
+            times = request.times.until_now()
         self._cache.commit(run)
         if finish is not None:
             self._remove(request)
@@ -445,13 +447,19 @@ class Scheduler:
             weight_version=new_version,
             finish_reason=finish.reason if finish else None,
             stop_token_id=finish.stop_token_id if finish else None,
+            **times,
         )
 
     def _deliver_pooled(self, run: Run, vector: Array, weight_version: str) -> AddressedChunk:
         """Finish a request with the vector of its prompt."""
         new_version = None if weight_version == run.request.weight_version else weight_version
         self._remove(run.request)
-        return run.request.make_chunk(pooled=vector, weight_version=new_version, finish_reason=FinishReason.STOP)
+        return run.request.make_chunk(
+            pooled=vector,
+            weight_version=new_version,
+            finish_reason=FinishReason.STOP,
+            **run.request.times.until_now(),
+        )
 
     def _fail(self, run: Run, failure: RowFailure, routed: bytes) -> AddressedChunk:
         self._remove(run.request)

@@ -23,6 +23,11 @@ class RequestTimes:
     first_token_at: float | None = None
     num_preemptions: int = 0
 
+    def until_now(self) -> dict[str, float]:
+        """Return the fields of a chunk with the first output, which is made now."""
+        admitted_at = _admitted(self)
+        return {"queue_time": admitted_at - self.arrived_at, "prefill_time": time.monotonic() - admitted_at}
+
 
 class EngineHistograms:
     """Counts of every histogram of `EngineDistributions`."""

@@ -179,12 +179,14 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
                 "drop it",
                 param="routed_experts_format",
             )
+        state = request.scope["state"]
+        request_id = check_request_id(getattr(body, "request_id", None)) or state["request_id"]
         return GenerationTask(
-            request_id=check_request_id(getattr(body, "request_id", None)) or request.scope["state"]["request_id"],
-            arrival=request.scope["state"]["arrival"],
+            request_id=request_id,
+            arrival=state["arrival"],
             num_prompts=self.num_prompts,
             params=params,
-            options=self.service.request_options(body, request.headers, self.adapter),
+            options=self.service.request_options(body, request, request_id, self.adapter),
             only_prompt=self.only_prompt,
             field_names=self.field_names,
         )

@@ -12,12 +12,13 @@ import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from eagleray.client.client import Client
 from eagleray.client.preprocess import Prompt, RequestOptions
 from eagleray.client.text.generation_config import default_sampling
 from eagleray.client.text.tokenizer import Tokenizer
+from eagleray.client.tracing import TRACE_HEADERS, TraceOrigin
 from eagleray.config.resolve import local_ranks, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
@@ -160,8 +161,15 @@ class Service:
         adapters = [adapter.name for adapter in self.client.state.adapters]
         raise UnknownModel(f"model {name!r} is not served here; served: {', '.join([*self.model_names, *adapters])}")
 
-    def request_options(self, body: OptionFields, headers: Headers, adapter: Adapter | None) -> RequestOptions:
-        """Return the options of the client's requests, without their ids. Raises `InvalidRequest`."""
+    def request_options(
+        self, body: OptionFields, request: Request, request_id: str, adapter: Adapter | None
+    ) -> RequestOptions:
+        """Return the options of the client's requests, without their ids. `request_id`: the id that the user knows.
+        Raises `InvalidRequest`."""
+        headers, origin = request.headers, None
+        if self.client.has_traces:
+            parent = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+            origin = TraceOrigin(request_id, request.scope["state"]["arrival"], parent)
         return {
             "priority": self.check_priority(body.priority),
             "cache_salt": body.cache_salt or "",
@@ -169,6 +177,7 @@ class Service:
             "timeout": body.timeout,
             "rank": requested_rank(headers, self.ranks),
             "session": session_name(getattr(body, "session_id", None), headers),
+            "origin": origin,
         }
 
     async def encode_prompt(self, text: str, fields: TruncationFields, *, add_special_tokens: bool) -> Prompt:

@@ -241,10 +241,11 @@ class PoolingRoutes:
         request: Request,
     ) -> list[PooledPrompt]:
         state, service = request.scope["state"], self._service
+        request_id = body.request_id or state["request_id"]
         job = PoolingJob(
-            request_id=body.request_id or state["request_id"],
+            request_id=request_id,
             arrival=state["arrival"],
-            options=service.request_options(body, request.headers, service.find_model(body.model)),
+            options=service.request_options(body, request, request_id, service.find_model(body.model)),
         )
         return await pool_prompts(service, job, num_prompts, make_prompts, place_of)
 

@@ -59,3 +59,11 @@ def test_bounds_are_of_every_histogram_and_ascend():
     reported = engine.scheduler.stats().distributions
     assert list(reported.__struct_fields__) == list(BOUNDS)
     assert all(len(getattr(reported, name).counts) == len(bounds) + 1 for name, bounds in BOUNDS.items())
+
+
+def test_first_token_brings_the_times_until_then():
+    engine = Engine(max_num_seqs=1, block_size=4, num_blocks=32)
+    engine.add(request("a", range(9), max_tokens=3))
+    first, *others = [chunk for _ in range(3) for chunk in engine.step()]
+    assert first.queue_time > 0 and first.prefill_time > 0
+    assert [(chunk.queue_time, chunk.prefill_time) for chunk in others] == [(0, 0), (0, 0)]
