@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import abc
+import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -24,7 +26,7 @@ from eagleray.server.field_fates import CHAT_FATES
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
 from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
-from eagleray.server.openai.requests import ChatRequest
+from eagleray.server.openai.requests import ChatFields, ChatRequest
 from eagleray.server.openai.responses import (
     ChatChoice,
     ChatChunk,
@@ -41,10 +43,12 @@ FIELD_NAMES = {"prompt": "messages"}
 Conversation = list[dict[str, Any]]
 
 
-class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
-    path = "/v1/chat/completions"
-    summary = "Answer in a conversation."
-    body_type = ChatRequest
+Body = TypeVar("Body", bound=ChatFields)
+
+
+class ParsedConversations(ParsedRequest[Body, ChatChunk]):
+    """A request to answer in one conversation or in several, with the same parameters."""
+
     response_type = ChatResponse
     chunk_type = ChatChunk
     logprobs_type = ChatLogprobs
@@ -54,7 +58,7 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
     _prompt_text: str | UnsetType = UNSET
     """The rendered prompt, if the answer shows it."""
 
-    def __init__(self, service: Service, body: ChatRequest, request: Request) -> None:
+    def __init__(self, service: Service, body: Body, request: Request) -> None:
         super().__init__(service, body, request)
         effort = body.reasoning_effort
         if effort not in (None, "none") and not service.tokenizer.template_uses(EFFORT_VARIABLES):
@@ -69,11 +73,17 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
         with reasons.collecting():
             self._check_conversations()
 
+    @property
+    @abc.abstractmethod
+    def _conversations(self) -> list[Conversation]:
+        """The conversations, each with an answer of its own."""
+
+    @abc.abstractmethod
     def _check_conversations(self) -> None:
         """Raise `InvalidRequest` for messages that no template could show."""
-        self.service.text.check_messages(self.body.messages)
 
     def _sampling_params(self) -> SamplingParams:
+        self.num_prompts = len(self._conversations)
         max_tokens = self._max_tokens()
         if max_tokens is None:  # the model's default, or else as many as the model's length allows
             max_tokens = self.service.default_sampling.get("max_tokens")
@@ -107,7 +117,11 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
         return num_logprobs
 
     async def make_prompts(self) -> list[Prompt]:
-        return [await self._render(self.body.messages)]
+        prompts = []
+        for messages in self._conversations:
+            prompts.append(await self._render(messages))
+            await asyncio.sleep(0)  # others are served between two conversations
+        return prompts
 
     async def _render(self, messages: Conversation) -> Prompt:
         text = await render_chat(self.service, messages, self.body)
@@ -116,13 +130,9 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
         add_special_tokens = bool(self.body.add_special_tokens)
         return await self.service.encode_prompt(text, self.body, add_special_tokens=add_special_tokens)
 
-    def _messages(self, generation: Generation) -> Conversation:
-        """Return the conversation that a generation answers."""
-        return self.body.messages
-
     def _echo(self, generation: Generation) -> str:
         """Return the beginning of an answer: the last message, if it has the answer's role and is to be shown again."""
-        last = self._messages(generation)[-1]
+        last = self._conversations[generation.index][-1]
         return message_text(last) if self.body.echo and last.get("role") == self._role(generation) else ""
 
     def _logprobs(self, generation: Generation, delta: CompletionDelta) -> ChatLogprobs:
@@ -195,10 +205,25 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
         """Role of the answer: that of the last message, if the answer continues it."""
         body = self.body
         is_new = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-        return self.service.response_role if is_new else self._messages(generation)[-1]["role"]
+        return self.service.response_role if is_new else self._conversations[generation.index][-1]["role"]
 
 
-def _check_tools(body: ChatRequest) -> None:
+class ParsedChat(ParsedConversations[ChatRequest]):
+    """A request to answer in one conversation."""
+
+    path = "/v1/chat/completions"
+    summary = "Answer in a conversation."
+    body_type = ChatRequest
+
+    @property
+    def _conversations(self) -> list[Conversation]:
+        return [self.body.messages]
+
+    def _check_conversations(self) -> None:
+        self.service.text.check_messages(self.body.messages)
+
+
+def _check_tools(body: ChatFields) -> None:
     """Raise `UnsupportedParameter` if the answer may have to be a tool call."""
     given = {"tools": body.tools, "tool_choice": body.tool_choice, "parallel_tool_calls": body.parallel_tool_calls}
     check_no_calls(body.tools, body.tool_choice, given)

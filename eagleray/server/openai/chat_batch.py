@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
-from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import Reasons
-from eagleray.server.chat_messages import Conversations
-from eagleray.server.generation import Generation, GenerationGroup
-from eagleray.server.openai.chat import Conversation, ParsedChat
-from eagleray.server.openai.requests import ChatRequest
+from eagleray.server.generation import GenerationGroup
+from eagleray.server.openai.chat import Conversation, ParsedConversations
+from eagleray.server.openai.requests import ChatBatchRequest
 from eagleray.server.openai.responses import ChatChoice, ChatResponse
 
 
-class ChatBatchRequest(ChatRequest, kw_only=True, forbid_unknown_fields=True):
-    """Answer in each of several conversations."""
-
-    messages: Conversations  # type: ignore[assignment]
-
-
-class ParsedChatBatch(ParsedChat):
+class ParsedChatBatch(ParsedConversations[ChatBatchRequest]):
     """A request whose fields hold for all of its conversations."""
 
     path = "/v1/chat/completions/batch"
     summary = "Answer in several conversations. `n` must be 1, and there are no streams."
-    body_type: type[ChatRequest] = ChatBatchRequest
-    body: ChatBatchRequest
+    body_type = ChatBatchRequest
     has_streams = False
+
+    @property
+    def _conversations(self) -> list[Conversation]:
+        return self.body.messages
 
     def _check_features(self, reasons: Reasons) -> None:
         super()._check_features(reasons)
@@ -39,36 +31,16 @@ class ParsedChatBatch(ParsedChat):
             refused["n"] = "each conversation has one answer: leave it at 1"
         if self.body.stream:
             refused["stream"] = "this route has no streams: leave it out"
-        for name, reason in refused.items():
-            with reasons.collecting():
-                raise InvalidRequest(f"`{name}`: {reason}", param=name)
+        reasons.found += [InvalidRequest(f"`{name}`: {reason}", param=name) for name, reason in refused.items()]
 
     def _check_conversations(self) -> None:
-        for index in range(len(self.body.messages)):
+        for index, messages in enumerate(self.body.messages):
             try:
-                self.service.text.check_messages(self._conversation(index))
+                self.service.text.check_messages(messages)
             except InvalidRequest as error:
                 error.args = (f"conversation {index}: {error}",)
                 error.param = f"messages[{index}]{(error.param or '').removeprefix('messages')}"
                 raise
-
-    def _sampling_params(self) -> SamplingParams:
-        self.num_prompts = len(self.body.messages)
-        return super()._sampling_params()
-
-    async def make_prompts(self) -> list[Prompt]:
-        prompts = []
-        for index in range(self.num_prompts):
-            prompts.append(await self._render(self._conversation(index)))
-            await asyncio.sleep(0)
-        return prompts
-
-    def _messages(self, generation: Generation) -> Conversation:
-        return self._conversation(generation.index)
-
-    def _conversation(self, index: int) -> Conversation:
-        messages: Conversation = self.body.messages[index]
-        return messages
 
     async def _response(self, group: GenerationGroup, choices: list[ChatChoice]) -> ChatResponse:
         response = await super()._response(group, choices)

@@ -1,4 +1,4 @@
-"""The bodies of /v1/completions and /v1/chat/completions."""
+"""The bodies of /v1/completions and of the routes of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from eagleray.server.chat_messages import Messages, ReasoningEffort, TemplateVariables, ToolChoice, Tools
+from eagleray.server.chat_messages import Conversations, Messages, ReasoningEffort, TemplateVariables, ToolChoice, Tools
 from eagleray.server.fields import (
     CacheSalt,
     KeptSide,
@@ -64,10 +64,9 @@ class CompletionRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True)
     ] = None
 
 
-class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
-    """Answer in a conversation."""
+class ChatFields(OpenAIRequest, kw_only=True):
+    """The fields of requests to answer in conversations."""
 
-    messages: Messages
     logprobs: Annotated[bool | None, Meta(description="Report the tokens' log-probabilities.")] = None
     top_logprobs: Annotated[
         int | None, Meta(description="Also of this many likeliest tokens; -1: of the whole vocabulary.")
@@ -99,3 +98,15 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
     tools: Tools = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="No effect.")] = None
+
+
+class ChatRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
+    """Answer in a conversation."""
+
+    messages: Messages
+
+
+class ChatBatchRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
+    """Answer in each of several conversations."""
+
+    messages: Conversations
