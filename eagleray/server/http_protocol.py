@@ -49,6 +49,8 @@ class HttpProtocol(HttpToolsProtocol):
     `is_reserved`: whether it is beyond the limit of connections, and may only ask for the server's state.
     """
 
+    cycle: RequestCycle
+
     def __init__(self, config: Config, connections: HttpConnections, *, is_reserved: bool) -> None:
         super().__init__(config, connections.state, app_state={})
         self._shared = connections
@@ -168,7 +170,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._since = self._shared.now
         self._set_unfinished(0)
         super().on_message_complete()
-        if self.cycle.closes_later:  # type: ignore[attr-defined]
+        if self.cycle.closes_later:
             self.transport.close()
         self._wait_for_request()
 
@@ -179,7 +181,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self._phase is not ReadPhase.HEADERS:
             self._since = self._shared.now
-        if self.cycle.closes_later:  # type: ignore[attr-defined]
+        if self.cycle.closes_later:
             self._end_sending()
             self._is_lingering = self._is_refused
         if self._refusal and self._is_answered:
@@ -305,7 +307,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _fail_body(self, error: EagleRayError) -> None:
         """Raise `error` where the application reads the body, so that the application answers."""
-        self.cycle.error = error  # type: ignore[attr-defined]
+        self.cycle.error = error
         self.cycle.message_event.set()
 
     def _answer(self, error: EagleRayError) -> bytes:
