@@ -10,13 +10,13 @@ import msgspec
 from eagleray.config.build import build_config, field_owners, unknown_option
 from eagleray.config.flags import add_program_flags, given_options
 from eagleray.config.keywords import LLMKeywords
+from eagleray.config.log_config import set_up_log
 from eagleray.config.option_variables import with_variables
-from eagleray.config.resolve import log_settings
 from eagleray.config.sections import Config
 from eagleray.config.serving import ServingConfig
 from eagleray.config.vllm_options import option_fate, translate
 from eagleray.errors import ConfigError
-from eagleray.log import get_logger, setup_logging
+from eagleray.log import get_logger
 from eagleray.preflight import checked_model
 
 logger = get_logger(__name__)
@@ -75,7 +75,7 @@ class EngineArgs:
             if name not in defaults:
                 raise _unknown(name)
         config = build_config(**known.options)
-        setup_logging("llm", log_settings(config))
+        set_up_log("llm", config)
         for note in known.notes:
             logger.info("%s", note)
         return msgspec.structs.replace(config, model=checked_model(config.model))

@@ -20,12 +20,10 @@ from eagleray.client.request import RequestStream
 from eagleray.client.text.generation_config import default_sampling
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.cluster import context
-from eagleray.config.resolve import log_settings
 from eagleray.config.sections import Config
 from eagleray.errors import EngineFailed, InvalidRequest, Unavailable
 from eagleray.fleet.supervisor import Supervisor
 from eagleray.identity import ClientId
-from eagleray.log import setup_logging
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.control import ControlRequest
 from eagleray.messages.sampling import SamplingParams
@@ -177,7 +175,6 @@ class InstanceThread:
     program exits."""
 
     def __init__(self, config: Config) -> None:
-        setup_logging("llm", log_settings(config))
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="eagleray-llm", daemon=True)
         self._thread.start()

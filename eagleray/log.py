@@ -33,6 +33,9 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Form of the lines: text, json or none, which leaves the messages to handlers of the root logger."""
     instance: str = ""
     """Name that the user gave to the instance, for JSON objects; empty: none."""
+    config: str = ""
+    """JSON object for `logging.config.dictConfig`, which takes the place of `format` unless it is incremental; empty:
+    none."""
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -43,14 +46,50 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
+logger = get_logger(__name__)
+
+
+def setup_process_logging(label: str, settings: LogSettings) -> None:
+    """Set up the log of a process that has no other job than `label` says.
+
+    A configuration that cannot be applied here (a directory that another host has, say) is a warning, because the
+    process serves without it.
+    """
+    if settings.config:
+        from multiprocessing import current_process  # here, because most logs are not configured
+
+        current_process().name = label  # formatters of users show it as %(processName)s
+    try:
+        setup_logging(label, settings)
+    except ValueError as error:
+        logger.warning("the log of this process is not configured by `log_config_file`: %s", error)
+
+
 def setup_logging(label: str, settings: LogSettings) -> None:
-    """Install this process's only log handler. `label` is the identity of the process, which every line has."""
-    handlers = [] if settings.format == "none" else [_handler(label, settings)]
+    """Install this process's only log handler, or what the user has configured. `label` is the identity of the process,
+    which every line has.
+
+    Raises `ValueError` for a configuration that cannot be applied; then the handler is installed.
+    """
+    config = json.loads(settings.config) if settings.config else None
+    _install_handler(label, settings, is_replaced=config is not None and not config.get("incremental"))
+    if config is not None:
+        from logging.config import dictConfig  # here, because most logs are not configured
+
+        try:
+            dictConfig({"disable_existing_loggers": False} | config)
+        except Exception as error:  # of classes that the configuration names
+            _install_handler(label, settings, is_replaced=False)
+            raise ValueError(f"{error}: {error.__cause__}" if error.__cause__ else str(error)) from None
+
+
+def _install_handler(label: str, settings: LogSettings, *, is_replaced: bool) -> None:
+    handlers = [] if is_replaced or settings.format == "none" else [_handler(label, settings)]
     for name, least in (("eagleray", settings.level), ("uvicorn", "warning")):
-        logger = logging.getLogger(name)
-        logger.handlers[:] = handlers
-        logger.setLevel(least.upper())
-        logger.propagate = not handlers
+        package = logging.getLogger(name)
+        package.handlers[:] = handlers
+        package.setLevel(least.upper())
+        package.propagate = not handlers
 
 
 def _handler(label: str, settings: LogSettings) -> logging.Handler:
@@ -76,9 +115,10 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formatter of a JSON object for each message of the process `label`, with the attributes that `extra` gives."""
+    """Formatter of a JSON object for each message of the process `label` (by default its name in Python), with the
+    attributes that `extra` gives."""
 
-    def __init__(self, label: str, instance: str) -> None:
+    def __init__(self, label: str = "", instance: str = "") -> None:
         super().__init__()
         self._label = label
         self._instance = {"instance": instance} if instance else {}
@@ -88,7 +128,7 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             **self._instance,
-            "process": self._label,
+            "process": self._label or record.processName,
             "pid": record.process,
             "logger": record.name,
             "message": record.getMessage(),

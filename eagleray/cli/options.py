@@ -10,12 +10,12 @@ from typing import Any
 from eagleray.config.build import build_config, field_owners, unknown_option
 from eagleray.config.environment import prefixed_variables
 from eagleray.config.flags import given_options
+from eagleray.config.log_config import set_up_log
 from eagleray.config.option_variables import CONFIG_VARIABLE, with_variables
-from eagleray.config.resolve import log_settings
 from eagleray.config.sections import Config
 from eagleray.config.vllm_options import TranslatedOptions, translate
 from eagleray.errors import ConfigError
-from eagleray.log import get_logger, setup_logging
+from eagleray.log import get_logger
 
 logger = get_logger(__name__)
 
@@ -24,7 +24,7 @@ def server_config(arguments: argparse.Namespace, *, sections: Sequence[str]) -> 
     """Return the configuration of the flags, over the file, over the environment. Sets up the log."""
     known = with_variables(_flags_and_file(arguments, sections), field_owners())
     config = build_config(**known.options)
-    setup_logging("serve", log_settings(config))
+    set_up_log("serve", config)
     _log(known.notes)
     return config
 
@@ -33,7 +33,7 @@ def program_options(arguments: argparse.Namespace, *, sections: Sequence[str], *
     """Return the options of the flags, over the file, over `defaults`, for an `LLM`, which reads the environment."""
     known = TranslatedOptions(defaults).under(_flags_and_file(arguments, sections))
     if known.notes:
-        setup_logging("llm", log_settings(build_config(**known.options)))
+        set_up_log("llm", build_config(**known.options))
         _log(known.notes)
     return known.options
 

@@ -12,12 +12,12 @@ from eagleray.batch.output_file import OutputFile
 from eagleray.batch.run import Batch
 from eagleray.cli.options import program_options
 from eagleray.config.flags import add_config_flags
-from eagleray.config.resolve import log_settings
+from eagleray.config.log_config import set_up_log
 from eagleray.config.sections import Config
 from eagleray.engine_args import EngineArgs
 from eagleray.errors import ConfigError
 from eagleray.instance import LocalInstance
-from eagleray.log import get_logger, setup_logging
+from eagleray.log import get_logger
 from eagleray.metrics.ledger import Ledger
 from eagleray.progress import Progress
 from eagleray.server.app import create_app
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         path = stack.enter_context(local_output(arguments.output_file))
         output = stack.enter_context(contextlib.closing(OutputFile.open(path)))
         config = EngineArgs(**program_options(arguments, sections=SECTIONS)).config()
-        setup_logging("run-batch", log_settings(config))
+        set_up_log("run-batch", config)
         progress = Progress("rows", is_shown=not arguments.no_progress)
         stack.callback(progress.close)
         concurrency = arguments.max_concurrency or _default_concurrency(config)

@@ -15,7 +15,7 @@ import msgspec
 import ray
 
 from eagleray.cluster.cleanup import remove_with_process
-from eagleray.log import LogSettings, get_logger, setup_logging
+from eagleray.log import LogSettings, get_logger, setup_process_logging
 from eagleray.messages.lifecycle import EngineSpec
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
@@ -72,7 +72,7 @@ class ActorProcess:
         """
         os.environ.update(variables)
         time.tzset()
-        setup_logging(self._label, log)
+        setup_process_logging(self._label, log)
         context = ray.get_runtime_context()
         return ActorInfo(
             node_id=context.get_node_id(),

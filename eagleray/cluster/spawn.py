@@ -21,7 +21,7 @@ from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.environment import worker_environment
 from eagleray.cluster.ray_errors import summarize
 from eagleray.cluster.timeouts import KILL_SECONDS, WAIT_SECONDS
-from eagleray.config.resolve import log_settings
+from eagleray.config.log_config import log_settings
 from eagleray.config.sections import Config
 from eagleray.errors import ClusterError, ClusterLost, EagleRayError, WorkerLost
 from eagleray.identity import cluster_name

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from eagleray.config.http_options import check_http
+from eagleray.config.log_config import with_log_config
 from eagleray.config.lora_modules import check_lora
 from eagleray.config.option_values import integer
 from eagleray.config.resolve import (
@@ -64,7 +65,7 @@ def build_config(**options: Any) -> Config:
     check_experts(config)
     check_lora(config)
     check_traces(config.observability)
-    return config
+    return msgspec.structs.replace(config, observability=with_log_config(config.observability))
 
 
 def unknown_option(name: str) -> ConfigError:

@@ -88,6 +88,7 @@ class EngineKeywords(TypedDict, total=False):
     weight_update_timeout: float | str | None
     log_level: Literal["debug", "info", "warning", "error"] | str | None
     log_format: Literal["text", "json", "none"] | str | None
+    log_config_file: str | None
     disable_log_stats: bool | None
     enable_vllm_metrics: bool | None
     otlp_traces_endpoint: str | None
@@ -227,7 +228,6 @@ class LLMKeywords(EngineKeywords, total=False):
     language_model_only: bool | None
     limit_mm_per_prompt: Any
     linear_backend: Any
-    log_config_file: Any
     log_error_stack: bool | None
     logging_config: Any
     logits_processors: Any

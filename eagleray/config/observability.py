@@ -21,6 +21,13 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             "messages to the handlers of Python's root logger."
         ),
     ] = "text"
+    log_config_file: Annotated[
+        str | None,
+        Meta(
+            description="JSON file for Python's logging.config.dictConfig, which takes the place of `log_format` in "
+            "every process, see docs/serving.md; or the JSON object itself."
+        ),
+    ] = None
     disable_log_stats: Annotated[
         bool, Meta(description="Log no line of statistics every ten seconds while a server has work.")
     ] = False

@@ -84,14 +84,17 @@ def only(word: str) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]]:
 
 
 def logging(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the log: its level and format, or the format `none` under `configure_logging` false."""
+    """Return the options of the log; without a configuration of vLLM the format is `none`."""
     entries = _mapping(value)
-    if unknown := entries.keys() - {"log_level", "formatter", "configure_logging"}:
-        raise ValueError(f"{min(unknown)} is not supported yet, log_level, formatter and configure_logging are")
-    options = {"log_level": log_level(entries["log_level"])} if "log_level" in entries else {}
+    names = {"log_level": "log_level", "formatter": "log_format", "pylogging_config_file": "log_config_file"}
+    if unknown := entries.keys() - names.keys() - {"configure_logging"}:
+        raise ValueError(f"there is no {min(unknown)}, but {', '.join(names)} and configure_logging")
+    options = {option: entries[key] for key, option in names.items() if key in entries}
+    if "log_level" in options:
+        options["log_level"] = log_level(options["log_level"])
     if parsed(str(entries.get("configure_logging", True))) is False:
-        return options | {"log_format": "none"}
-    return options | ({"log_format": entries["formatter"]} if "formatter" in entries else {})
+        options["log_format"] = "none"
+    return options
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -62,6 +62,7 @@ def _level(text: str) -> str:
 
 VLLM_VARIABLES = {
     "VLLM_LOGGING_LEVEL": VariableAlias("log_level", _level),
+    "VLLM_LOGGING_CONFIG_PATH": VariableAlias("log_config_file", str),
     "VLLM_CONFIGURE_LOGGING": VariableAlias("log_format", lambda text: None if int(text) else "none"),
     "VLLM_RAY_BUNDLE_INDICES": VariableAlias(
         "bundle_indices", lambda text: [int(index) for index in text.split(",")], needs_ray=True

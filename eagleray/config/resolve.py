@@ -10,7 +10,6 @@ import msgspec
 
 from eagleray.config.sections import CacheConfig, Config, ModelConfig, ParallelConfig, RayConfig
 from eagleray.errors import ConfigError
-from eagleray.log import LogSettings
 
 ExecutorName = Literal["in-process", "processes", "ray", "ray-graph"]
 ExpertDispatch = Literal["all-reduce", "all-gather", "all-to-all"]
@@ -45,14 +44,6 @@ def max_model_len(model: ModelConfig, longest: int, source: Path) -> int:
             "made for"
         )
     return wanted
-
-
-def log_settings(config: Config) -> LogSettings:
-    """Return the settings of the log of all processes."""
-    options = config.observability
-    return LogSettings(
-        level=options.log_level, format=options.log_format, instance=config.execution.instance_name or ""
-    )
 
 
 def logprobs_limit(model: ModelConfig, vocab_size: int) -> int:

@@ -195,7 +195,7 @@ REFUSED = {
     "not supported yet": (
         "return_sampling_mask kv_transfer_config kv_events_config enable_elastic_ep elastic_ep_max_dp_size"
         " structured_outputs_config guided_decoding_backend"
-        " custom_histogram_buckets profiler_config log_config_file enable_log_requests enable_log_outputs"
+        " custom_histogram_buckets profiler_config enable_log_requests enable_log_outputs"
         " log_error_stack sse_keep_alive_interval"
         " max_num_queued_tokens long_prefill_token_threshold long_prefill_token_threshold_adaptive"
         " fingerprint_value model_loader_extra_config"
@@ -278,7 +278,7 @@ ALIASES: dict[str, Fate] = {
     "aux_output_config": Expansion(values.auxiliary_outputs, ("enable_return_routed_experts",)),
     "anthropic_disabled_thinking_effort": Expansion(values.only("auto"), ()),
     "fingerprint_mode": Expansion(values.only("full"), ()),
-    "logging_config": Expansion(values.logging, ("log_level", "log_format")),
+    "logging_config": Expansion(values.logging, ("log_level", "log_format", "log_config_file")),
 }
 
 TABLE: dict[str, Fate] = {

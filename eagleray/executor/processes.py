@@ -7,7 +7,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from eagleray.config.resolve import first_device, log_settings
+from eagleray.config.log_config import log_settings
+from eagleray.config.resolve import first_device
 from eagleray.config.sections import Config
 from eagleray.executor.failure_monitor import FailureMonitor
 from eagleray.executor.queue_group import QueueGroup

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from eagleray.config.resolve import log_settings
+from eagleray.config.log_config import log_settings
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, ClusterError, ClusterLost, EngineFailed
 from eagleray.fleet import timeouts

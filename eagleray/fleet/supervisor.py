@@ -20,7 +20,8 @@ from pathlib import Path
 import msgspec
 
 from eagleray.config.api_keys import without_api_keys, without_hub_token
-from eagleray.config.resolve import expert_engines, local_ranks, log_settings, served_names
+from eagleray.config.log_config import log_settings
+from eagleray.config.resolve import expert_engines, local_ranks, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, EagleRayError, EngineFailed
 from eagleray.fleet import timeouts

@@ -11,7 +11,7 @@ from types import FrameType
 
 import msgspec
 
-from eagleray.log import get_logger, setup_logging
+from eagleray.log import get_logger, setup_process_logging
 from eagleray.process.parent import Parent
 from eagleray.process.spawn_protocol import TERMINAL_SIGNALS, SpawnSpec, read_frame
 
@@ -28,7 +28,7 @@ def main() -> int:
     if frame is None:  # the parent exited while it spawned this process
         return 1
     spec = msgspec.msgpack.decode(frame, type=SpawnSpec)
-    setup_logging(spec.member.label, spec.log)
+    setup_process_logging(spec.member.label, spec.log)
     # Ctrl-C and the loss of the terminal reach the whole process group; the supervisor alone decides what they mean.
     for number in TERMINAL_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # also for the programs that this process starts

@@ -84,6 +84,8 @@ def _without_secrets(config: Config) -> dict[str, dict[str, Any]]:
     for name in ("api_key", "admin_api_key"):
         del shown["serving"][name]
     del shown["model"]["hf_token"]
+    if shown["observability"]["log_config_file"] is not None:
+        shown["observability"]["log_config_file"] = HIDDEN  # handlers may have keys of services
     runtime_env = shown["ray"]["ray_runtime_env"]
     if isinstance(variables := runtime_env.get("env_vars"), dict):
         shown["ray"]["ray_runtime_env"] = runtime_env | {"env_vars": dict.fromkeys(variables, HIDDEN)}

@@ -41,11 +41,12 @@ def interpreted_language() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def visible_log() -> Iterator[None]:
     """Let log lines reach pytest's handler: a program that ran in this process before, such as `LLM`, has installed one
-    of its own."""
-    logger = logging.getLogger("eagleray")
-    level, propagates = logger.level, logger.propagate
-    logger.propagate = True
-    logger.setLevel(logging.NOTSET)
+    of its own. Restore the handlers that a test replaces."""
+    loggers = [logging.getLogger(name) for name in ("eagleray", "uvicorn")]
+    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    loggers[0].propagate = True
+    loggers[0].setLevel(logging.NOTSET)
     yield
-    logger.propagate = propagates
-    logger.setLevel(level)
+    for logger, handlers, level, propagates in before:
+        logger.handlers[:], logger.propagate = handlers, propagates
+        logger.setLevel(level)

@@ -43,6 +43,7 @@ def read(monkeypatch, variables: dict[str, str], **given: object) -> TranslatedO
         ({"VLLM_LOGGING_LEVEL": "WARNING", "EAGLERAY_LOG_LEVEL": "debug"}, {}, {"log_level": "debug"}),
         ({"VLLM_CONFIGURE_LOGGING": "0"}, {}, {"log_format": "none"}),
         ({"VLLM_CONFIGURE_LOGGING": "1"}, {}, {}),
+        ({"VLLM_LOGGING_CONFIG_PATH": "/a"}, {}, {"log_config_file": "/a"}),
         ({"VLLM_CPU_KVCACHE_SPACE": "4"}, {}, {"kv_cache_memory": "4GiB"}),
         ({"VLLM_CPU_KVCACHE_SPACE": "0.5"}, {}, {"kv_cache_memory": "0.5GiB"}),
         ({"VLLM_CPU_KVCACHE_SPACE": "0", "VLLM_SERVER_DEV_MODE": "0"}, {}, {}),

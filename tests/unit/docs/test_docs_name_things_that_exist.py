@@ -13,6 +13,7 @@ DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", 
 FOREIGN = {
     *("nohup", "ps"),  # the system's
     *("DATABASE_URL", "HTTP_PROXY", "SO_REUSEPORT", "Upgrade", "vdpbf16ps"),  # users', Linux's, HTTP's, the CPU's
+    *("MainProcess", "WatchedFileHandler"),  # Python's
     *("FF", "RCVHWM", "SNDHWM", "nil"),  # bytes and options of zmq, MessagePack's null
     *("RAY_preload_python_modules", "py_modules", "working_dir"),  # Ray's
     *("figures.json", "gpu.json", "probe.py"),  # files that the reader writes

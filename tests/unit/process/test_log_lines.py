@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import multiprocessing
 import sys
 from datetime import UTC, datetime
 
 import pytest
 
-from eagleray.log import LineFormatter, LogSettings, has_colours, setup_logging
+from eagleray.log import LineFormatter, LogSettings, has_colours, setup_logging, setup_process_logging
 
 
 class Terminal(io.StringIO):
@@ -54,27 +55,16 @@ def test_has_colours_follows_stream_and_variables(monkeypatch, stream, variables
     assert has_colours(stream) is expected
 
 
-@pytest.fixture
-def loggers():
-    """Restore the package's loggers."""
-    names = ("eagleray", "uvicorn")
-    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in map(logging.getLogger, names)]
-    yield
-    for logger, handlers, level, propagate in before:
-        logger.handlers[:], logger.propagate = handlers, propagate
-        logger.setLevel(level)
-
-
-def logged(monkeypatch, settings, log):
+def logged(monkeypatch, settings, log, setup=setup_logging):
     """Return the lines on a terminal of what `log` logs."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    setup_logging("engine-0", settings)
+    setup("engine-0", settings)
     log(logging.getLogger("eagleray.x"))
     return stream.getvalue().splitlines()
 
 
-def test_json_log_line_is_an_object_without_colours(monkeypatch, loggers):
+def test_json_log_line_is_an_object_without_colours(monkeypatch):
     before = datetime.now(UTC)
     [line] = logged(monkeypatch, LogSettings(format="json"), lambda log: log.warning("5 of %d\nä", 7))
     assert line.isascii() and line.isprintable()
@@ -84,7 +74,7 @@ def test_json_log_line_is_an_object_without_colours(monkeypatch, loggers):
     assert entry == {"level": "warning", "process": "engine-0", "logger": "eagleray.x", "message": "5 of 7\nä"}
 
 
-def test_json_log_line_has_attributes_of_the_record_and_the_exception(monkeypatch, loggers):
+def test_json_log_line_has_attributes_of_the_record_and_the_exception(monkeypatch):
     def fail(log):
         try:
             raise ValueError("no\nluck")
@@ -97,15 +87,67 @@ def test_json_log_line_has_attributes_of_the_record_and_the_exception(monkeypatc
     assert (entry["instance"], entry["exception"].splitlines()[-2:]) == ("blue", ["ValueError: no", "luck"])
 
 
-def test_log_format_none_leaves_messages_to_the_root_logger(monkeypatch, loggers, caplog):
+def test_log_format_none_leaves_messages_to_the_root_logger(monkeypatch, caplog):
     assert logged(monkeypatch, LogSettings(format="none"), lambda log: log.info("for the root")) == []
     assert caplog.messages == ["for the root"]
 
 
-def test_log_level_hides_what_is_less_severe(monkeypatch, loggers):
+def test_log_level_hides_what_is_less_severe(monkeypatch):
     def log_two(log):
         log.info("hidden")
         log.warning("shown")
 
     [line] = logged(monkeypatch, LogSettings(level="warning"), log_two)
     assert "shown" in line
+
+
+def test_log_config_file_handlers_take_the_place_of_ours(monkeypatch, tmp_path):
+    path = tmp_path / "log"
+    config = {
+        "version": 1,
+        "formatters": {
+            "json": {"()": "eagleray.log.JsonFormatter"},
+            "plain": {"format": "%(processName)s %(message)s"},
+        },
+        "handlers": {
+            "file": {"class": "logging.FileHandler", "filename": str(path), "formatter": "json"},
+            "terminal": {"class": "logging.StreamHandler", "formatter": "plain", "level": "ERROR"},
+        },
+        "loggers": {"eagleray": {"handlers": ["file", "terminal"], "propagate": False}},
+    }
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", "MainProcess")
+
+    def log_three(log):
+        for level in (logging.DEBUG, logging.INFO, logging.ERROR):
+            log.log(level, "a message", extra={"request_id": level})
+
+    settings = LogSettings(config=json.dumps(config))
+    assert logged(monkeypatch, settings, log_three, setup_process_logging) == ["engine-0 a message"]
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(entry["process"], entry["request_id"]) for entry in entries] == [("engine-0", 20), ("engine-0", 40)]
+
+
+def test_log_config_file_without_our_logger_leaves_messages_to_the_root_logger(monkeypatch, caplog):
+    settings = LogSettings(config='{"version": 1}')
+    assert logged(monkeypatch, settings, lambda log: log.info("for the root")) == []
+    assert caplog.messages == ["for the root"]
+
+
+def test_log_config_file_that_is_incremental_sets_levels_alone(monkeypatch):
+    config = {"version": 1, "incremental": True, "loggers": {"eagleray.x": {"level": "DEBUG"}}}
+    settings = LogSettings(config=json.dumps(config), format="json")
+    try:
+        [line] = logged(monkeypatch, settings, lambda log: log.debug("fine"))
+    finally:
+        logging.getLogger("eagleray.x").setLevel(logging.NOTSET)
+    assert json.loads(line)["level"] == "debug"
+
+
+def test_setup_process_logging_configuration_that_fails_is_a_warning(monkeypatch):
+    handler = {"class": "logging.FileHandler", "filename": "/nowhere/x"}
+    config = {"version": 1, "handlers": {"h": handler}, "loggers": {"eagleray": {"handlers": ["h"], "level": "ERROR"}}}
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", "MainProcess")
+    settings = LogSettings(config=json.dumps(config))
+    warning, line = logged(monkeypatch, settings, lambda log: log.info("goes on"), setup_process_logging)
+    assert "not configured by `log_config_file`: Unable to configure handler 'h'" in warning
+    assert line.endswith("goes on")

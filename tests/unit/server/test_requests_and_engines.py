@@ -242,6 +242,7 @@ def test_server_info_has_engines_and_configuration(checkpoint):
         "data_parallel_size": 3,
         "api_key": ["secret-of-ours"],
         "ray_runtime_env": {"env_vars": {"SOME_TOKEN": "secret-of-theirs"}, "pip": ["x"]},
+        "log_config_file": '{"version": 1, "handlers": {"h": {"key": "secret-of-a-service"}}}',
     }
     headers = {"Authorization": "Bearer secret-of-ours"}
     with serving(checkpoint, **options) as api:
