@@ -13,7 +13,10 @@ from vllm.entrypoints.anthropic import protocol as anthropic
 from vllm.entrypoints.openai.chat_completion import protocol as chat
 from vllm.entrypoints.openai.completion import protocol as completion
 from vllm.entrypoints.openai.responses import protocol as responses
+from vllm.entrypoints.scale_out.token_in_token_out import protocol as generate
+from vllm.entrypoints.serve.engine import protocol as engine
 from vllm.entrypoints.serve.tokenize import protocol as tokenize
+from vllm.sampling_params import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
 
@@ -72,7 +75,9 @@ def chat_stream():
 def chat_batch():
     request = chat.BatchChatCompletionRequest(model=MODEL, messages=[MESSAGES, MESSAGES], max_tokens=4)
     answer = post("/v1/chat/completions/batch", request)
-    expect(len(chat.ChatCompletionResponse.model_validate_json(answer).choices) == 2, "not two choices")
+    read = chat.ChatCompletionResponse.model_validate_json(answer)
+    check_keys(answer, read)
+    expect(len(read.choices) == 2, "not two choices")
 
 
 @check("CompletionRequest, CompletionResponse")
@@ -89,6 +94,43 @@ def completion_stream():
     request = completion.CompletionRequest(model=MODEL, prompt=[5, 6, 7], max_tokens=4, stream=True)
     for event in events("/v1/completions", request):
         completion.CompletionStreamResponse.model_validate_json(event)
+
+
+def generate_request(**fields):
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=1)
+    return generate.GenerateRequest(model=MODEL, token_ids=[5, 6, 7], sampling_params=params, **fields)
+
+
+@check("GenerateRequest, GenerateTokensResponse, GenerateTextResponse")
+def generate_answer():
+    for mode, kind in (("tokens", generate.GenerateTokensResponse), ("text", generate.GenerateTextResponse)):
+        answer = post("/inference/v1/generate", generate_request(output_mode=mode))
+        check_keys(answer, kind.model_validate_json(answer))
+
+
+@check("GenerateTokensStreamResponse, GenerateTextStreamResponse")
+def generate_stream():
+    for mode, kind in (
+        ("tokens", generate.GenerateTokensStreamResponse),
+        ("text", generate.GenerateTextStreamResponse),
+    ):
+        for event in events("/inference/v1/generate", generate_request(output_mode=mode, stream=True)):
+            kind.model_validate_json(event)
+
+
+@check("GenerateRequest of a rendered chat")
+def render_chat():
+    request = chat.ChatCompletionRequest(model=MODEL, messages=MESSAGES, max_tokens=4, temperature=0)
+    rendered = generate.GenerateRequest.model_validate_json(post("/v1/chat/completions/render", request))
+    token_ids = json.loads(post("/inference/v1/generate", rendered))["choices"][0]["token_ids"]
+    answer = json.loads(post("/v1/chat/completions", request.model_copy(update={"return_token_ids": True})))
+    expect(token_ids == answer["choices"][0]["token_ids"], "other tokens:", token_ids, answer)
+
+
+@check("ModelList")
+def model_list():
+    with urllib.request.urlopen(f"{URL}/v1/models", timeout=120) as answer:
+        expect(engine.ModelList.model_validate_json(answer.read()).data[0].id == MODEL, "another model")
 
 
 @check("ResponsesRequest, ResponsesResponse")
@@ -147,7 +189,8 @@ def tokenize_text():
 @check("DetokenizeRequest, DetokenizeResponse")
 def detokenize():
     request = tokenize.DetokenizeRequest(model=MODEL, tokens=[5, 6, 7])
-    tokenize.DetokenizeResponse.model_validate_json(post("/detokenize", request))
+    answer = post("/detokenize", request)
+    check_keys(answer, tokenize.DetokenizeResponse.model_validate_json(answer))
 
 
 if __name__ == "__main__":
