@@ -29,6 +29,19 @@ def check_messages(messages: Sequence[Any]) -> None:
             _check_message(message, f"messages[{index}]")
 
 
+def text_entry(entries: Mapping[str, Any], name: str, path: str) -> str:
+    """Return the text that a part of a message, which is at `path`, has under `name`. Raises `InvalidRequest`."""
+    value = entries.get(name)
+    if not isinstance(value, str):
+        raise wrong_entry(f"{path}.{name}", "must be a text" if name in entries else "is missing")
+    return value
+
+
+def wrong_entry(path: str, what: str) -> InvalidRequest:
+    """Return the error for the part of a conversation at `path`; `what` follows its name."""
+    return InvalidRequest(f"`{path}` {what}", param=path)
+
+
 def _is_plain(message: Any) -> bool:
     """Whether a message has a role of usual length and a text, and nothing else. Most messages are like that."""
     return (
@@ -111,27 +124,23 @@ def _check_message(message: Any, path: str) -> None:
     role = message.get("role")
     if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE_CHARS:
         wrong = "is missing" if role is None else f"must be a text of 1 to {MAX_ROLE_CHARS} characters"
-        raise InvalidRequest(f"`{path}.role` {wrong}: such as system, user, assistant or tool", param=f"{path}.role")
+        raise wrong_entry(f"{path}.role", f"{wrong}: such as system, user, assistant or tool")
     content = message.get("content")
     if content is None and role in ("system", "developer", "user", "tool"):
         wrong = "is null" if "content" in message else "is missing"
-        raise InvalidRequest(
-            f"`{path}.content` {wrong}, but a message of the role {role} needs a text", param=f"{path}.content"
-        )
+        raise wrong_entry(f"{path}.content", f"{wrong}, but a message of the role {role} needs a text")
     if content is not None and not isinstance(content, str):
         _check_parts(content, f"{path}.content")
     if role == "assistant":
         _check_calls(message.get("tool_calls"), f"{path}.tool_calls")
     name = message.get("name")
     if name is not None and not isinstance(name, str):
-        raise InvalidRequest(f"`{path}.name` must be a text", param=f"{path}.name")
+        raise wrong_entry(f"{path}.name", "must be a text")
 
 
 def _check_parts(content: Any, path: str) -> None:
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise InvalidRequest(
-            f"`{path}` must be a text or a list of parts, but it is of the type {type(content).__name__}", param=path
-        )
+        raise wrong_entry(path, f"must be a text or a list of parts, but it is of the type {type(content).__name__}")
     for index, part in enumerate(content):
         if isinstance(part, str):
             continue
@@ -144,22 +153,18 @@ def _check_parts(content: Any, path: str) -> None:
                 param=f"{path}[{index}].type",
             )
         if not isinstance(text, str):
-            raise InvalidRequest(
-                f'`{path}[{index}].text` must be a text, as in {{"type": "text", "text": "..."}}',
-                param=f"{path}[{index}].text",
-            )
+            raise wrong_entry(f"{path}[{index}].text", 'must be a text, as in {"type": "text", "text": "..."}')
 
 
 def _check_calls(calls: Any, path: str) -> None:
     if calls is None:
         return
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
-        raise InvalidRequest(f"`{path}` must be a list of calls", param=path)
+        raise wrong_entry(path, "must be a list of calls")
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise InvalidRequest(
-                f'`{path}[{index}]` must be a call such as {{"id": "1", "type": "function", "function": {{"name": '
-                '"f", "arguments": "{}"}}',
-                param=f"{path}[{index}]",
+            raise wrong_entry(
+                f"{path}[{index}]",
+                'must be a call such as {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}',
             )

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from eagleray.errors import InvalidRequest
+from eagleray.client.text.conversation import text_entry, wrong_entry
 
 ATTRIBUTION = "x-anthropic-billing-header"
 """Beginning of a system text that some clients add. It is left out, as in vLLM: it has a new number in each request, so
@@ -96,7 +96,7 @@ def template_messages(
             if text := _system_text(message.get("content"), f"{path}.content"):
                 converted.append({"role": "system", "content": text})
         else:
-            raise _wrong(f"{path}.role", "must be user, assistant or system")
+            raise wrong_entry(f"{path}.role", "must be user, assistant or system")
     return converted
 
 
@@ -110,7 +110,7 @@ def continues_last_message(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 def _system_text(content: Any, path: str) -> str:
     blocks = _blocks(content, path, "system")
-    texts = [_string(block, "text", where) for where, block in blocks]
+    texts = [text_entry(block, "text", where) for where, block in blocks]
     return "\n".join(text for text in texts if not text.startswith(ATTRIBUTION))
 
 
@@ -119,12 +119,12 @@ def _user_messages(content: Any, path: str) -> list[dict[str, Any]]:
     texts: list[str] = []
     for where, block in _blocks(content, path, "user"):
         if block["type"] == "text":
-            texts.append(_string(block, "text", where))
+            texts.append(text_entry(block, "text", where))
             continue
         if texts:
             messages.append({"role": "user", "content": "".join(texts)})
             texts = []
-        name = _string(block, "tool_use_id", where)
+        name = text_entry(block, "tool_use_id", where)
         result = _result_text(block.get("content"), f"{where}.content")
         messages.append({"role": "tool", "tool_call_id": name, "content": result})
     if texts or not messages:
@@ -138,9 +138,9 @@ def _assistant_message(content: Any, path: str) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     for where, block in _blocks(content, path, "assistant"):
         if block["type"] == "text":
-            texts.append(_string(block, "text", where))
+            texts.append(text_entry(block, "text", where))
         elif block["type"] == "thinking":
-            thoughts.append(_string(block, "thinking", where))
+            thoughts.append(text_entry(block, "thinking", where))
         elif block["type"] == "tool_use":
             calls.append(_call(block, where))
     # A text even beside calls, because some templates add texts to it.
@@ -155,15 +155,15 @@ def _assistant_message(content: Any, path: str) -> dict[str, Any]:
 def _call(block: Mapping[str, Any], path: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, Mapping):
-        raise _wrong(f"{path}.input", "must be an object")
-    function = {"name": _string(block, "name", path), "arguments": dict(arguments)}
-    return {"id": _string(block, "id", path), "type": "function", "function": function}
+        raise wrong_entry(f"{path}.input", "must be an object")
+    function = {"name": text_entry(block, "name", path), "arguments": dict(arguments)}
+    return {"id": text_entry(block, "id", path), "type": "function", "function": function}
 
 
 def _result_text(content: Any, path: str) -> str:
     if content is None:
         return ""
-    return "\n".join(_string(block, "text", where) for where, block in _blocks(content, path, "system"))
+    return "\n".join(text_entry(block, "text", where) for where, block in _blocks(content, path, "system"))
 
 
 def _blocks(content: Any, path: str, role: str) -> list[tuple[str, Mapping[str, Any]]]:
@@ -171,23 +171,12 @@ def _blocks(content: Any, path: str, role: str) -> list[tuple[str, Mapping[str, 
     if isinstance(content, str):
         return [(path, {"type": "text", "text": content})]
     if not isinstance(content, list):
-        raise _wrong(path, 'must be a text, or a list of blocks such as {"type": "text", "text": "..."}')
+        raise wrong_entry(path, 'must be a text, or a list of blocks such as {"type": "text", "text": "..."}')
     blocks = []
     for index, block in enumerate(content):
         where = f"{path}[{index}]"
         kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
         if kind not in BLOCK_TYPES[role]:
-            raise _wrong(f"{where}.type", f"is {kind!r:.60}, but here may be only {', '.join(BLOCK_TYPES[role])}")
+            raise wrong_entry(f"{where}.type", f"is {kind!r:.60}, but here may be only {', '.join(BLOCK_TYPES[role])}")
         blocks.append((where, block))
     return blocks
-
-
-def _string(block: Mapping[str, Any], name: str, path: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise _wrong(f"{path}.{name}", "must be a text" if name in block else "is missing")
-    return value
-
-
-def _wrong(path: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"`{path}` {what}", param=path)

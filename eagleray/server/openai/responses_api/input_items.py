@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from eagleray.errors import InvalidRequest
+from eagleray.client.text.conversation import text_entry, wrong_entry
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_TYPES = ("input_text", "output_text", "text")
@@ -123,17 +123,19 @@ class _Transcript:
         if kind == "message":
             role = item.get("role")
             if role not in ROLES:
-                raise _wrong(f"{path}.role", f"must be one of {', '.join(ROLES)}")
+                raise wrong_entry(f"{path}.role", f"must be one of {', '.join(ROLES)}")
             self.add_message(role, _text(item.get("content"), f"{path}.content"))
         elif kind == "function_call":
             self._add_call(item, path)
         elif kind == "function_call_output":
             content = _text(item.get("output"), f"{path}.output")
-            self.messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", path), "content": content})
+            self.messages.append(
+                {"role": "tool", "tool_call_id": text_entry(item, "call_id", path), "content": content}
+            )
         elif kind == "reasoning":
             self._add_reasoning(item, path)
         else:
-            raise _wrong(
+            raise wrong_entry(
                 f"{path}.type",
                 f"is {kind!r:.60}, which this server does not support; there are {', '.join(ITEM_TYPES)}",
             )
@@ -146,15 +148,17 @@ class _Transcript:
             self.messages.append({"role": role, "content": text})
 
     def _add_call(self, item: Mapping[str, Any], path: str) -> None:
-        function = {"name": _string(item, "name", path), "arguments": _string(item, "arguments", path)}
-        call = {"id": _string(item, "call_id", path), "type": "function", "function": function}
+        function = {"name": text_entry(item, "name", path), "arguments": text_entry(item, "arguments", path)}
+        call = {"id": text_entry(item, "call_id", path), "type": "function", "function": function}
         self._open_assistant().setdefault("tool_calls", []).append(call)
 
     def _add_reasoning(self, item: Mapping[str, Any], path: str) -> None:
         name = "content" if item.get("content") else "summary"
         parts = item.get(name) or []
         if not isinstance(parts, list) or not all(_has_text(part) for part in parts):
-            raise _wrong(f"{path}.{name}", 'must be a list of parts such as {"type": "reasoning_text", "text": "..."}')
+            raise wrong_entry(
+                f"{path}.{name}", 'must be a list of parts such as {"type": "reasoning_text", "text": "..."}'
+            )
         text = "\n".join(part["text"] for part in parts)
         if not text:
             return  # encrypted reasoning of another server, or none
@@ -178,30 +182,19 @@ def _text(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(path, 'must be a text, or a list of parts such as {"type": "input_text", "text": "..."}')
+        raise wrong_entry(path, 'must be a text, or a list of parts such as {"type": "input_text", "text": "..."}')
     return "".join(_part_text(part, f"{path}[{index}]") for index, part in enumerate(content))
 
 
 def _part_text(part: Any, path: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in (*TEXT_TYPES, "refusal"):
-        raise _wrong(
+        raise wrong_entry(
             f"{path}.type", f"is {kind!r:.60}, but only texts are supported: {', '.join(TEXT_TYPES)} and refusal"
         )
     name = "refusal" if kind == "refusal" else "text"
-    return _string(part, name, path)
+    return text_entry(part, name, path)
 
 
 def _has_text(part: Any) -> bool:
     return isinstance(part, Mapping) and isinstance(part.get("text"), str)
-
-
-def _string(item: Mapping[str, Any], name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise _wrong(f"{path}.{name}", "must be a text" if name in item else "is missing")
-    return value
-
-
-def _wrong(path: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"`{path}` {what}", param=path)
