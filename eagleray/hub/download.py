@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from eagleray.hub.file_lock import file_lock, free_lock
 from eagleray.hub.hub_errors import explain
 from eagleray.hub.needs import NeededFiles
 from eagleray.hub.options import HubOptions
-from eagleray.hub.progress_bar import DownloadProgress
+from eagleray.hub.progress_bar import LOG_INTERVAL_SECONDS, DownloadProgress
 from eagleray.hub.repo_files import choose_files
 from eagleray.log import get_logger
 
@@ -67,7 +67,7 @@ def download(repo: CachedRepo, revision: str, needs: NeededFiles, options: HubOp
     """Download the files that are needed and not in the cache, and return the commit of `revision`.
 
     Files that are complete in the cache are not fetched again. Raises `CheckpointError`, and `DeadlineExceeded` if
-    another process downloads the same for longer than `options.lock_timeout`.
+    nothing arrives for `options.lock_timeout` seconds because another process downloads the same.
     """
     endpoint = endpoint_url()
     with _explaining(repo, revision, endpoint, options):
@@ -111,11 +111,17 @@ def _fetch_files(
         fetch = _file_fetcher(repo, commit, options, endpoint, progress)
         # weights last: a snapshot that has them all has all other files
         for names in (sorted(sizes.keys() - weights), sorted(weights)):
-            _fetch_in_threads(fetch, names, progress)
+            _fetch_in_threads(fetch, names, progress, options.lock_timeout)
 
 
-def _fetch_in_threads(fetch: Callable[[str], object], names: Sequence[str], progress: DownloadProgress) -> None:
-    """Download files in threads. The first failure, or an interruption, ends the others at their next bytes."""
+def _fetch_in_threads(
+    fetch: Callable[[str], object], names: Sequence[str], progress: DownloadProgress, idle_timeout: float
+) -> None:
+    """Download files in threads. The first failure, or an interruption, ends the others at their next bytes.
+
+    Raises `DeadlineExceeded` if no byte arrives for `idle_timeout` seconds: huggingface_hub limits each wait for the
+    hub, but waits without end for a lock.
+    """
     pending, ended = deque(names), SimpleQueue[BaseException | None]()
     # daemons, so that a program that is interrupted does not wait for a slow hub
     threads = [Thread(target=_fetch_each, args=(fetch, pending, ended), daemon=True) for _ in names[:MAX_THREADS]]
@@ -123,7 +129,7 @@ def _fetch_in_threads(fetch: Callable[[str], object], names: Sequence[str], prog
         thread.start()
     try:
         for _ in names:
-            if (error := ended.get()) is not None:  # huggingface_hub limits each wait for the hub
+            if (error := _next_end(ended, progress, idle_timeout)) is not None:
                 raise error
     except BaseException:
         progress.cancel()
@@ -131,6 +137,17 @@ def _fetch_in_threads(fetch: Callable[[str], object], names: Sequence[str], prog
         for thread in threads:
             thread.join(CANCEL_SECONDS / MAX_THREADS)
         raise
+
+
+def _next_end(
+    ended: SimpleQueue[BaseException | None], progress: DownloadProgress, idle_timeout: float
+) -> BaseException | None:
+    """Wait until a file has ended, and return its error."""
+    while True:
+        try:
+            return ended.get(timeout=min(idle_timeout, LOG_INTERVAL_SECONDS))
+        except Empty:
+            progress.check_idle(idle_timeout)
 
 
 def _fetch_each(fetch: Callable[[str], object], pending: deque[str], ended: SimpleQueue[BaseException | None]) -> None:

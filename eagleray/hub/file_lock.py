@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eagleray.errors import CheckpointError, DeadlineExceeded
+from eagleray.errors import DeadlineExceeded
+from eagleray.hub.disk_space import unwritable
 from eagleray.log import get_logger
 
 logger = get_logger(__name__)
@@ -28,10 +29,7 @@ def file_lock(path: Path, *, timeout: float, purpose: str) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
     except OSError as error:
-        raise CheckpointError(
-            f"{purpose}: cannot write to {str(path.parent)!r}: {error.strerror}: choose another cache with "
-            "`--download-dir` or HF_HOME"
-        ) from None
+        raise unwritable(purpose, path.parent, str(error.strerror)) from None
     try:
         _wait_for(descriptor, path, timeout, purpose)
         yield
@@ -66,6 +64,8 @@ def _wait_for(descriptor: int, path: Path, timeout: float, purpose: str) -> None
             return
         except BlockingIOError:
             pass
+        except OSError as error:  # some network file systems have no locks
+            raise unwritable(purpose, path.parent, f"files cannot be locked there ({error.strerror})") from None
         if time.monotonic() >= deadline:
             raise DeadlineExceeded(
                 f"{purpose}: another process has held {path} for {timeout:.0f} s; it downloads the same model"

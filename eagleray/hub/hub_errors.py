@@ -6,7 +6,7 @@ import errno
 
 from eagleray.errors import CheckpointError
 from eagleray.hub.cache import CachedRepo, nearest_ids
-from eagleray.hub.disk_space import full_disk
+from eagleray.hub.disk_space import no_room, unwritable
 
 MAX_DETAIL_CHARS = 300
 
@@ -44,8 +44,10 @@ def explain(error: Exception, repo: CachedRepo, revision: str, *, endpoint: str,
 
     repo_id, page = repo.repo_id, f"{endpoint}/{repo.repo_id}"
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return full_disk(repo_id, repo.cache, str(error.strerror))
+    if (full := no_room(error, repo.cache, name=repo_id)) is not None:
+        return full
+    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO):
+        return unwritable(f"model {repo_id!r}", repo.cache, str(error.strerror))
     if isinstance(error, hub.GatedRepoError):
         return CheckpointError(
             f"model {repo_id!r} is gated, and {_token(has_token)}: ask for access at {page}, then give a token of "
@@ -68,6 +70,11 @@ def explain(error: Exception, repo: CachedRepo, revision: str, *, endpoint: str,
             f"model {repo_id!r} was not found: there is no such directory, it is not in the cache "
             f"{str(repo.cache)!r}, and {endpoint} does not have it or does not show it ({_token(has_token)})"
             f"{_nearest(repo)}; check the spelling, or for a private model give a token in HF_TOKEN or as `--hf-token`"
+        )
+    if isinstance(error, UnicodeEncodeError):
+        return CheckpointError(
+            f"model {repo_id!r}: the token has characters that no token has: give a valid one in HF_TOKEN or as "
+            "`--hf-token`"
         )
     if status is not None:
         kind = HubUnreachable if status == 429 or status >= 500 else CheckpointError

@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from eagleray.errors import DeadlineExceeded
 from eagleray.log import get_logger
 
 logger = get_logger(__name__)
@@ -30,7 +31,7 @@ class DownloadProgress:
         self._done = 0
         self._lock = threading.Lock()
         self._is_cancelled = False
-        self._started = self._logged = time.monotonic()
+        self._started = self._logged = self._changed = time.monotonic()
         self._bar = tqdm(
             desc=f"downloading {name}",
             total=total,
@@ -51,6 +52,16 @@ class DownloadProgress:
             seconds = time.monotonic() - self._started
             logger.info("downloaded %s: %s in %.1f s", self._name, _size(self._done), seconds)
 
+    def check_idle(self, timeout: float) -> None:
+        """Warn if nothing has arrived for a while. Raises `DeadlineExceeded` after `timeout` seconds."""
+        seconds = time.monotonic() - self._changed
+        message = f"downloading {self._name}: nothing has arrived for {seconds:.0f} s"
+        cause = "another program may hold the lock of one of its files, below .locks in the cache"
+        if seconds >= timeout:
+            raise DeadlineExceeded(f"{message}: {cause}; end that program, and start again")
+        if seconds >= LOG_INTERVAL_SECONDS:
+            logger.warning("%s: %s, or the hub is slow", message, cause)
+
     def cancel(self) -> None:
         self._is_cancelled = True
 
@@ -59,6 +70,7 @@ class DownloadProgress:
             raise DownloadCancelled
         with self._lock:
             self._done += num_bytes
+            self._changed = time.monotonic()
             self._bar.update(num_bytes)
             if self._bar.disable and time.monotonic() - self._logged > LOG_INTERVAL_SECONDS:
                 self._logged = time.monotonic()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from eagleray.errors import CheckpointError, EagleRayError
-from eagleray.hub.disk_space import check_space
+from eagleray.hub.disk_space import check_space, no_room
+from eagleray.hub.download import DEFAULT_ENDPOINT, endpoint_url
 from eagleray.hub.file_lock import file_lock
 from eagleray.hub.needs import NeededFiles
 from eagleray.hub.options import HubOptions
@@ -61,6 +62,8 @@ def fetch_url(url: str, needs: NeededFiles, options: HubOptions, *, key: str | N
     except (EagleRayError, KeyboardInterrupt):
         raise
     except Exception as error:  # each file system of fsspec has errors of its own
+        if (full := no_room(error, options.cache, name=url)) is not None:
+            raise full from None
         raise CheckpointError(f"model {url!r}: cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
     return found
 
@@ -76,6 +79,10 @@ def _marker(needs: NeededFiles) -> str:
 
 def _list_files(url: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
     """Return the file system, the path of the model in it, and its files with their details by name."""
+    for endpoint in {DEFAULT_ENDPOINT, endpoint_url()}:
+        if url.startswith(f"{endpoint}/"):
+            hub_id = "/".join(url.removeprefix(f"{endpoint}/").split("/")[:2])
+            raise CheckpointError(f"model {url!r}: this is the page of a model; give the id instead: {hub_id}")
     scheme = url.partition("://")[0]
     try:
         from fsspec.core import url_to_fs

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
 import socket
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -173,6 +176,11 @@ def test_download_invalid_token_is_named(hub):
         prepare_model(model(hf_token="hf_invalid"))
 
 
+def test_download_token_that_no_header_can_hold_is_named(hub):
+    with pytest.raises(CheckpointError, match="the token has characters that no token has"):
+        prepare_model(model(hf_token="hf_tökén"))
+
+
 def test_download_listed_file_that_is_absent_ends_the_download(hub, cache):
     hub.repositories["org/model"].absent = ("config.json",)
     with pytest.raises(CheckpointError, match="lists a file that it does not have"):
@@ -239,6 +247,47 @@ def test_download_full_disk_is_noticed_before_a_byte_is_fetched(hub, cache, monk
     assert "3.00 GiB are needed, but 1.00 GiB are free" in message
     assert str(cache) in message and "--download-dir" in message
     assert not hub.downloads()
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, "is too full: No space left on device"),
+        (errno.EFBIG, "may write: raise the limit of `ulimit -f`"),
+        (errno.EROFS, "cannot write to .*: Read-only file system"),
+    ],
+)
+def test_download_disk_that_fails_in_the_middle_is_not_taken_for_the_hub(number, expected, hub, cache, monkeypatch):
+    def fail(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", fail)
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        prepare_model(model())
+    assert str(cache) in str(caught.value) and "--download-dir" in str(caught.value)
+
+
+def test_download_file_that_another_program_has_locked_has_a_deadline(hub, tmp_path):
+    prepared = msgspec.structs.replace(prepare_model(model()), download_dir=str(tmp_path / "node"))
+    blob = hashlib.sha256(FILES["model.safetensors"]).hexdigest()
+    lock = CachedRepo(tmp_path / "node", "org/model").lock_file.with_name(f"{blob}.lock")
+    expected = "downloading org/model: nothing has arrived for 0 s: another program may hold the lock"
+    with (
+        file_lock(lock, timeout=0, purpose="another program"),
+        pytest.raises(DeadlineExceeded, match=expected),
+    ):
+        fetch_model(prepared, timeout=0.2, with_weights=True)
+    fetch_model(prepared, timeout=10, with_weights=True)
+    assert (checkpoint_dir(prepared) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_download_cache_without_locks_is_named(hub, cache, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("eagleray.hub.file_lock.fcntl.flock", fail)
+    with pytest.raises(CheckpointError, match=r"files cannot be locked there .*choose another cache"):
+        prepare_model(model())
 
 
 def test_download_cache_that_cannot_be_written_is_named(hub, tmp_path):

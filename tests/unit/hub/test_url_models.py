@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 
 import fsspec
@@ -80,6 +82,22 @@ def test_prepare_model_file_url(tmp_path):
         (source / name).write_bytes(data)
     prepared = prepare_model(ModelConfig(model=f"file://{source}"))
     assert {path.name for path in checkpoint_dir(prepared).glob("[a-z]*")} == READ
+
+
+@pytest.mark.parametrize("page", ["https://huggingface.co/org/demo", "http://localhost:1/org/demo/tree/main"])
+def test_prepare_model_url_of_a_page_names_the_id(page, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://localhost:1/")
+    with pytest.raises(CheckpointError, match=r"give the id instead: org/demo$"):
+        prepare_model(ModelConfig(model=page))
+
+
+def test_prepare_model_url_of_a_full_disk_says_so(memory, monkeypatch):
+    def fail(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(type(memory), "get_file", fail)
+    with pytest.raises(CheckpointError, match="is too full: No space left on device"):
+        prepare_model(ModelConfig(model="memory://bucket/model"))
 
 
 def test_prepare_model_url_of_nothing_is_an_error(memory):
