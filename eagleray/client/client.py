@@ -21,6 +21,7 @@ from eagleray.client.control import ControlCalls, execute
 from eagleray.client.in_flight import InFlightRequests, RecoveryObserver
 from eagleray.client.preprocess import Prompt, RequestBuilder, RequestOptions
 from eagleray.client.request import RequestStream
+from eagleray.client.request_log import RequestLog
 from eagleray.client.routing.router import Router
 from eagleray.client.text.generation_config import model_eos_token_ids
 from eagleray.client.text.tokenizer import Tokenizer
@@ -63,7 +64,14 @@ class Client:
     """A client of one instance. Open it with `open`, inside the event loop in which it runs."""
 
     def __init__(
-        self, client_id: ClientId, *, inbox: ClientInbox, outbox: ClientOutbox, builder: RequestBuilder, router: Router
+        self,
+        client_id: ClientId,
+        *,
+        inbox: ClientInbox,
+        outbox: ClientOutbox,
+        builder: RequestBuilder,
+        router: Router,
+        request_log: RequestLog | None = None,
     ) -> None:
         self.address = inbox.address
         self.stopping = asyncio.Event()
@@ -74,8 +82,6 @@ class Client:
         """Seconds for which running requests may continue once `stopping` is set."""
         self.state = InstanceState()
         """State of the instance. Requests can be sent in every state; engines run them while it `may_step`."""
-        self.has_traces = builder.tracer is not None
-        """Whether requests have spans of OpenTelemetry."""
         self.tokenizer = builder.tokenizer
         """The model's tokenizer, or None under `skip_tokenizer_init`."""
         self.engines: Mapping[EngineId, EngineInfo] = router.known_engines.engines
@@ -89,6 +95,7 @@ class Client:
         self._outbox = outbox
         self._builder = builder
         self._router = router
+        self._request_log = request_log
         self._known_engines = router.known_engines
         self._engines_changed = asyncio.Event()
         self._in_flight = InFlightRequests(client_id, router=router, send=outbox.send)
@@ -141,7 +148,8 @@ class Client:
         router = Router(
             rng=random.Random(), match_prefixes=config.cache.enable_prefix_caching, ranks=local_ranks(config)
         )
-        return cls(client_id, inbox=inbox, outbox=outbox, builder=builder, router=router)
+        request_log = RequestLog.open(config.observability)
+        return cls(client_id, inbox=inbox, outbox=outbox, builder=builder, router=router, request_log=request_log)
 
     @property
     def engine_info(self) -> EngineInfo | None:
@@ -305,7 +313,10 @@ class Client:
 
     def _send(self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions) -> RequestStream:
         request = self._builder.build(prompt, params, self._check_open(), ids_in_use=self._in_flight, **options)
-        return self._in_flight.start(request)
+        stream = self._in_flight.start(request)
+        if self._request_log is not None:
+            self._request_log.begin(request, params, options)
+        return stream
 
     def _check_open(self) -> EngineInfo:
         """Return the served model, or raise if no requests are accepted."""

@@ -294,6 +294,8 @@ class InFlightRequests:
         request.finished_at = time.perf_counter()
         if request.trace is not None:
             request.trace.end(request)
+        if request.on_end is not None:
+            request.on_end(request)
         self._leave_queue(request)
         request.notify_reader(done=True)
 

@@ -28,7 +28,7 @@ from eagleray.messages.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from eagleray.client.request import ClientRequest
-    from eagleray.client.tracing import TraceOrigin
+    from eagleray.client.tracing import RequestOrigin
 
 logger = get_logger(__name__)
 
@@ -74,7 +74,7 @@ class RequestTracer:
             exporter = HttpExporter(endpoint)
         return cls(exporter, target=f"{endpoint} ({TRACES_PROTOCOL}={protocol})", label=label, model=model)
 
-    def begin(self, origin: TraceOrigin, params: SamplingParams | None, adapter: Adapter | None) -> RequestTrace:
+    def begin(self, origin: RequestOrigin, params: SamplingParams | None, adapter: Adapter | None) -> RequestTrace:
         """Begin the span of a request. `params` None: for a vector."""
         span = self._tracer.start_span(
             SPAN_NAME,
@@ -94,7 +94,7 @@ class RequestTrace:
     """The span of a request, and what its attributes need beside the request itself."""
 
     _span: Span
-    _origin: TraceOrigin
+    _origin: RequestOrigin
     _params: SamplingParams | None
     _model: str
     """Name of the model or adapter that computes the request."""

@@ -20,7 +20,7 @@ from eagleray.client.field_checks import check_seconds, check_text
 from eagleray.client.prompt_scores import PromptScores
 from eagleray.client.request import ClientRequest
 from eagleray.client.text.tokenizer import Tokenizer
-from eagleray.client.tracing import TraceOrigin, make_origin
+from eagleray.client.tracing import RequestOrigin, make_origin
 from eagleray.config.pooling_spec import POOLS_ONLY, too_long_to_pool
 from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.identity import ClientId
@@ -61,8 +61,8 @@ class RequestOptions(TypedDict, total=False):
     """The only engine that the request may go to."""
     adapter: Adapter | None
     """See `Client.find_adapter`."""
-    origin: TraceOrigin | None
-    """Begin of the request's span, if it has one; None: the span begins now, without a parent."""
+    origin: RequestOrigin | None
+    """None: the request comes now, and from this program."""
 
 
 class _CommonFields(NamedTuple):
@@ -126,7 +126,7 @@ class RequestBuilder:
         session: str | None = None,
         rank: int | None = None,
         adapter: Adapter | None = None,
-        origin: TraceOrigin | None = None,
+        origin: RequestOrigin | None = None,
     ) -> ClientRequest:
         """Build a request for engines that serve `engine`; see `RequestOptions`. `params` None: for the vector of a
         pooling model. Raises `InvalidRequest`."""

@@ -66,8 +66,8 @@ class ClientRequest:
         "_max_restarts", "_num_cached_tokens", "_num_exits", "_num_exits_without_token", "_prompt_logprobs",
         "_prompt_logprobs_were_read", "_scores", "_shows_prompt_logprobs", "arrival_time", "arrived_at", "awaits_token",
         "completions", "done", "engine", "failure", "finished_at", "first_token_at", "first_token_engine", "has_more",
-        "has_output", "interrupted_at", "is_queued", "on_output", "prefix_match", "prompt", "prompt_token_ids", "rank",
-        "request_id", "session", "timeout", "timer", "trace", "unfinished",
+        "has_output", "interrupted_at", "is_queued", "on_end", "on_output", "prefix_match", "prompt",
+        "prompt_token_ids", "rank", "request_id", "session", "timeout", "timer", "trace", "unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -120,6 +120,8 @@ class ClientRequest:
         self.first_token_engine: EngineId | None = None
         self.finished_at: float | None = None
         self.on_output: Callable[[], None] | None = None
+        self.on_end: Callable[[ClientRequest], None] | None = None
+        """Called when the request is no longer in flight."""
         self.has_output = asyncio.Event()
         """Set when there is something to read."""
         self.done = asyncio.Event()

@@ -17,8 +17,8 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 """Headers (W3C) that name the span in which a request was sent."""
 
 
-class TraceOrigin(NamedTuple):
-    """Begin of a request's span."""
+class RequestOrigin(NamedTuple):
+    """Place and time at which a user's request came, for its span and its line of the log."""
 
     request_id: str
     """Id as the user knows it."""
@@ -26,11 +26,13 @@ class TraceOrigin(NamedTuple):
     """Time at which the user's request came, by `time.perf_counter`."""
     headers: Mapping[str, str]
     """Those of `TRACE_HEADERS` that came with it."""
+    path: str | None = None
+    """Path of the HTTP request; None: it did not come by HTTP."""
 
 
-def make_origin(request_id: str) -> TraceOrigin:
+def make_origin(request_id: str) -> RequestOrigin:
     """Return the origin of a request that comes now, and of which no more is known."""
-    return TraceOrigin(request_id, time.perf_counter(), {})
+    return RequestOrigin(request_id, time.perf_counter(), {})
 
 
 def open_tracer(config: Config, client_id: ClientId) -> RequestTracer | None:

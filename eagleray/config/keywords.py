@@ -89,6 +89,9 @@ class EngineKeywords(TypedDict, total=False):
     log_level: Literal["debug", "info", "warning", "error"] | str | None
     log_format: Literal["text", "json", "none"] | str | None
     log_config_file: str | None
+    enable_log_requests: bool | None
+    enable_log_outputs: bool | None
+    max_log_len: int | str | None
     disable_log_stats: bool | None
     enable_vllm_metrics: bool | None
     otlp_traces_endpoint: str | None
@@ -169,8 +172,6 @@ class LLMKeywords(EngineKeywords, total=False):
     enable_hc_sp: bool | None
     enable_layerwise_nvtx_tracing: bool | None
     enable_log_deltas: bool | None
-    enable_log_outputs: bool | None
-    enable_log_requests: bool | None
     enable_logging_iteration_details: bool | None
     enable_mamba_cache_stochastic_rounding: bool | None
     enable_mamba_shared_prefix_checkpoint: bool | None
@@ -248,7 +249,6 @@ class LLMKeywords(EngineKeywords, total=False):
     master_port: Any
     max_cpu_loras: Any
     max_cudagraph_capture_size: Any
-    max_log_len: Any
     max_lora_cls_labels: Any
     max_num_active_seqs: Any
     max_num_partial_prefills: Any

@@ -47,7 +47,10 @@ def set_up_log(label: str, config: Config) -> None:
 
 
 def with_log_config(options: ObservabilityConfig) -> ObservabilityConfig:
-    """Return the options with the content of `log_config_file` in place of its path. Raises `ConfigError`."""
+    """Return the options with the content of `log_config_file` in place of its path. Raises `ConfigError`, also for
+    options that contradict each other."""
+    if options.enable_log_outputs and not options.enable_log_requests:
+        raise ConfigError("option `enable_log_outputs` is for the log of requests: add `enable_log_requests`")
     if options.log_config_file is None:
         return options
     config = _read(options.log_config_file)

@@ -28,6 +28,20 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             "every process, see docs/serving.md; or the JSON object itself."
         ),
     ] = None
+    enable_log_requests: Annotated[
+        bool,
+        Meta(
+            description="Log each request when it comes: id, path, number of prompt tokens and parameters; at the log "
+            "level debug its prompt too."
+        ),
+    ] = False
+    enable_log_outputs: Annotated[
+        bool, Meta(description="Log each completion at its end, with its text. Needs `enable_log_requests`.")
+    ] = False
+    max_log_len: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="Most characters, or token ids, of a prompt or an output that are logged. Default: all."),
+    ] = None
     disable_log_stats: Annotated[
         bool, Meta(description="Log no line of statistics every ten seconds while a server has work.")
     ] = False

@@ -24,7 +24,7 @@ SWITCHES = _names(
     enable_auto_tool_choice enable_batch_sharded_sampling enable_chunked_prefill enable_cumem_allocator
     enable_dbo enable_elastic_ep enable_ep_weight_filter enable_fault_tolerance enable_flash_late_interaction
     enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing
-    enable_log_deltas enable_log_outputs enable_log_requests enable_logging_iteration_details
+    enable_log_deltas enable_logging_iteration_details
     enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint enable_mfu_metrics
     enable_mixed_moe_lora_format enable_mm_embeds enable_mm_processor_stats enable_moe_shared_loras
     enable_nccl_comm_suspend enable_offline_docs enable_per_request_metrics enable_prompt_embeds
@@ -165,7 +165,8 @@ NO_EFFECT = {
     "no metric is hidden": "show_hidden_metrics_for_version",
     "it belongs to `kv_cache_metrics`, which is not there": "kv_cache_metrics_sample",
     "it belongs to `speculative_config`, which is not there": "per_request_spec_decode_metrics",
-    "requests and answers are not logged": "max_log_len enable_log_deltas disable_log_requests",
+    "requests are logged only if `enable_log_requests` is given": "disable_log_requests",
+    "outputs are logged whole, at their end": "enable_log_deltas",
     "there are no models of Cohere": "cohere_is_reasoning_model cohere_format",
     "variables that are not known are ignored": "fail_on_environ_validation",
     "/inference/v1/generate is always served": "enable_scale_out",
@@ -195,8 +196,7 @@ REFUSED = {
     "not supported yet": (
         "return_sampling_mask kv_transfer_config kv_events_config enable_elastic_ep elastic_ep_max_dp_size"
         " structured_outputs_config guided_decoding_backend"
-        " custom_histogram_buckets profiler_config enable_log_requests enable_log_outputs"
-        " log_error_stack sse_keep_alive_interval"
+        " custom_histogram_buckets profiler_config log_error_stack sse_keep_alive_interval"
         " max_num_queued_tokens long_prefill_token_threshold long_prefill_token_threshold_adaptive"
         " fingerprint_value model_loader_extra_config"
     ),

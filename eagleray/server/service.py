@@ -18,7 +18,7 @@ from eagleray.client.client import Client
 from eagleray.client.preprocess import Prompt, RequestOptions
 from eagleray.client.text.generation_config import default_sampling
 from eagleray.client.text.tokenizer import Tokenizer
-from eagleray.client.tracing import TRACE_HEADERS, TraceOrigin
+from eagleray.client.tracing import TRACE_HEADERS, RequestOrigin
 from eagleray.config.resolve import local_ranks, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
@@ -166,10 +166,8 @@ class Service:
     ) -> RequestOptions:
         """Return the options of the client's requests, without their ids. `request_id`: the id that the user knows.
         Raises `InvalidRequest`."""
-        headers, origin = request.headers, None
-        if self.client.has_traces:
-            parent = {name: headers[name] for name in TRACE_HEADERS if name in headers}
-            origin = TraceOrigin(request_id, request.scope["state"]["arrival"], parent)
+        headers, scope = request.headers, request.scope
+        parent = {name: headers[name] for name in TRACE_HEADERS if name in headers}
         return {
             "priority": self.check_priority(body.priority),
             "cache_salt": body.cache_salt or "",
@@ -177,7 +175,7 @@ class Service:
             "timeout": body.timeout,
             "rank": requested_rank(headers, self.ranks),
             "session": session_name(getattr(body, "session_id", None), headers),
-            "origin": origin,
+            "origin": RequestOrigin(request_id, scope["state"]["arrival"], parent, scope["path"]),
         }
 
     async def encode_prompt(self, text: str, fields: TruncationFields, *, add_special_tokens: bool) -> Prompt:

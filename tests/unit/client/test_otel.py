@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from eagleray.client import otel
 from eagleray.client.otel import RequestTracer
 from eagleray.client.preprocess import Prompt
-from eagleray.client.tracing import TraceOrigin, make_origin
+from eagleray.client.tracing import RequestOrigin, make_origin
 from eagleray.errors import DeadlineExceeded
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.outputs import FinishReason
@@ -50,7 +50,7 @@ class Spans:
 async def test_span_of_a_request_has_parent_times_and_counts():
     spans = Spans()
     async with attached(tracer=spans.tracer) as setup:
-        origin = TraceOrigin("mine", time.perf_counter() - 2.0, PARENT)
+        origin = RequestOrigin("mine", time.perf_counter() - 2.0, PARENT)
         stream = setup.client.generate(PROMPT, PARAMS, request_id="mine-1", origin=origin)
         await setup.engine.send((0, FIRST))
         await setup.engine.send((0, {**LAST, "queue_time": 7.0}))
@@ -109,7 +109,7 @@ async def test_spans_of_failed_and_aborted_requests_say_so():
     spans = Spans()
     async with attached(tracer=spans.tracer) as setup:
         adapter = Adapter(name="polite", number=1, path="/a")
-        origin = TraceOrigin("a", 0.0, {"traceparent": "00-x"})
+        origin = RequestOrigin("a", 0.0, {"traceparent": "00-x"})
         setup.client.generate(PROMPT, PARAMS, adapter=adapter, origin=origin).abort()
         late = setup.client.generate(PROMPT, PARAMS, timeout=0.01)
         with pytest.raises(DeadlineExceeded):

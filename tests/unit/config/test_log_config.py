@@ -85,3 +85,8 @@ def test_log_config_file_beside_log_format_is_refused_unless_incremental(form):
 def test_set_up_log_configuration_that_python_refuses_is_one_sentence(config, message):
     with pytest.raises(ConfigError, match=f"option `log_config_file`: Python's logging does not take it: .*{message}"):
         set_up_log("llm", build_config(log_config_file=json.dumps(config)))
+
+
+def test_log_of_outputs_without_log_of_requests_is_refused():
+    with pytest.raises(ConfigError, match="option `enable_log_outputs` is for the log of requests: add"):
+        build_config(enable_log_outputs=True)
