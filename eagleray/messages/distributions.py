@@ -9,6 +9,7 @@ SECONDS = (
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+TOKENS = (*(step * 10**exponent for exponent in range(6) for step in (1, 2, 5)), 1_000_000)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 
@@ -26,6 +27,8 @@ class EngineDistributions(msgspec.Struct, frozen=True, kw_only=True):
 
     step_tokens: Distribution
     """Tokens of a step, computed for prompts or generated."""
+    prefill_tokens: Distribution
+    """Prompt tokens of a request that were not in the cache at its first admission."""
     queue_time: Distribution
     """From the arrival of a request to its first admission."""
     prefill_time: Distribution
@@ -40,6 +43,7 @@ class EngineDistributions(msgspec.Struct, frozen=True, kw_only=True):
 
 BOUNDS: dict[str, tuple[float, ...]] = {
     "step_tokens": STEP_TOKENS,
+    "prefill_tokens": TOKENS,
     "queue_time": SECONDS,
     "prefill_time": SECONDS,
     "decode_time": SECONDS,

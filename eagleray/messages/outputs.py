@@ -117,6 +117,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     update: int = 0
     """Number of the last weight update that the engine has applied. Prompts are not found in the cache of an earlier
     one."""
+    num_deferred: int = 0
+    """Number of the waiting requests that would not be admitted if there were room: suspects that wait for their turn,
+    and requests that a pause holds back."""
+    running_adapters: tuple[str, ...] = ()
+    """Names of the adapters of requests that are computed."""
+    waiting_adapters: tuple[str, ...] = ()
+    """Names of the adapters of requests that wait."""
     distributions: EngineDistributions | None = None
     """Histograms of steps and requests, which only grow as well."""
 

@@ -4,11 +4,13 @@ them."""
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from eagleray.messages.control import InstanceState
 from eagleray.messages.distributions import BOUNDS, Distribution
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.outputs import EngineStats
@@ -16,7 +18,8 @@ from eagleray.metrics.families import bucket_marks
 
 LABELS = ("model_name", "engine")
 
-Reading = tuple[str, str, Callable[[EngineStats], float]]
+Read = Callable[[EngineStats], float]
+Reading = tuple[str, str, Read]
 
 GAUGES: list[Reading] = [
     ("num_requests_running", "Requests that are being computed.", lambda stats: stats.num_running),
@@ -44,8 +47,44 @@ COUNTERS: list[Reading] = [
     ("engine_restarts", "How often the engine was started again.", lambda stats: stats.engine.incarnation),
 ]
 
+PARTS: list[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, str, dict[str, Read]]] = [
+    (
+        GaugeMetricFamily,
+        "num_requests_waiting_by_reason",
+        "Requests that wait for room (capacity), or for a suspect's turn or the end of a pause (deferred).",
+        "reason",
+        {
+            "capacity": lambda stats: stats.num_waiting - stats.num_deferred,
+            "deferred": lambda stats: stats.num_deferred,
+        },
+    ),
+    (
+        CounterMetricFamily,
+        "prompt_tokens_by_source",
+        "Prompt tokens, by whether they were computed.",
+        "source",
+        {
+            "local_compute": lambda stats: stats.num_prompt_tokens,
+            "local_cache_hit": lambda stats: stats.num_prefix_hits,
+        },
+    ),
+    (
+        CounterMetricFamily,
+        "prompt_tokens_cached_by_source",
+        "Prompt tokens that were not computed, by the memory in which they were found.",
+        "source",
+        {"device": lambda stats: stats.num_prefix_hits},
+    ),
+]
+"""Kind, name, text and label of numbers that come in parts, and the parts by the label's values, which are those of
+vLLM."""
+
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""Values of the label `sleep_state`, by the level of the sleep."""
+
 HISTOGRAMS = {
     "step_tokens": ("iteration_tokens_total", "Tokens of a step, computed for prompts or generated."),
+    "prefill_tokens": ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that had to be computed."),
     "queue_time": ("request_queue_time_seconds", "From the arrival of a request in its engine to its admission."),
     "prefill_time": ("request_prefill_time_seconds", "From the admission of a request to its first token."),
     "decode_time": ("request_decode_time_seconds", "From the first token of a request to its end."),
@@ -58,7 +97,8 @@ HISTOGRAMS = {
 class EngineCollector(Collector):
     """Collector that omits engines without stats, because a zero would claim an idle engine.
 
-    `engine_info` is called for the properties of the engines, and returns None before the first one is there.
+    `engine_info` is called for the properties of the engines, and returns None before the first one is there; `state`
+    is called for the state of the instance. `max_loras`: most adapters that are served; None: none are.
     """
 
     def __init__(
@@ -66,10 +106,14 @@ class EngineCollector(Collector):
         model_name: str,
         stats: Callable[[], Iterable[EngineStats]],
         engine_info: Callable[[], EngineInfo | None],
+        state: Callable[[], InstanceState],
+        max_loras: int | None,
     ) -> None:
         self._model_name = model_name
         self._stats = stats
         self._engine_info = engine_info
+        self._state = state
+        self._max_loras = max_loras
 
     def collect(self) -> Iterator[Metric]:
         # The newest incarnation is the last of its rank: two series of one name would spoil the whole scrape.
@@ -87,7 +131,16 @@ class EngineCollector(Collector):
             for rank, stats in engines.items():
                 counter.add_metric((self._model_name, rank), read(stats))
             yield counter
+        for kind, name, text, label, reads in PARTS:
+            family = kind(f"eagleray:{name}", text, labels=(*LABELS, label))
+            for rank, stats in engines.items():
+                for part, read in reads.items():
+                    family.add_metric((self._model_name, rank, part), read(stats))
+            yield family
         yield from self._histograms(engines)
+        yield self._sleep_state(engines)
+        if self._max_loras is not None:
+            yield _adapters(engines.values(), self._max_loras)
         if (info := self._engine_info()) is not None:
             yield self._cache_config(engines, info)
 
@@ -103,6 +156,19 @@ class EngineCollector(Collector):
                 family.add_metric((self._model_name, rank), buckets, counted.total)
             yield family
 
+    def _sleep_state(self, engines: Iterable[str]) -> Metric:
+        family = GaugeMetricFamily(
+            "eagleray:engine_sleep_state",
+            "1 for the state of the engine: awake, asleep at level 1 (weights_offloaded) or at level 2 (discard_all).",
+            labels=(*LABELS, "sleep_state"),
+        )
+        state = self._state()
+        level = state.sleep_level if state.asleep else 0
+        for rank in engines:
+            for number, name in enumerate(SLEEP_STATES):
+                family.add_metric((self._model_name, rank, name), level == number)
+        return family
+
     def _cache_config(self, engines: Mapping[str, EngineStats], info: EngineInfo) -> Metric:
         family = GaugeMetricFamily(
             "eagleray:cache_config_info",
@@ -112,3 +178,17 @@ class EngineCollector(Collector):
         for rank, stats in engines.items():
             family.add_metric((self._model_name, rank, str(stats.num_kv_blocks), str(info.block_size)), 1)
         return family
+
+
+def _adapters(engines: Iterable[EngineStats], max_loras: int) -> Metric:
+    """Return the adapters of all engines together in the form of vLLM: names in labels, and the time as the value."""
+    engines = list(engines)
+    family = GaugeMetricFamily(
+        "eagleray:lora_requests_info",
+        "Adapters of requests that are computed and that wait, as labels. The value is the time.",
+        labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+    )
+    waiting = {name for stats in engines for name in stats.waiting_adapters}
+    running = {name for stats in engines for name in stats.running_adapters}
+    family.add_metric((str(max_loras), ",".join(sorted(waiting)), ",".join(sorted(running))), time.time())
+    return family

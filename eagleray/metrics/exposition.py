@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 
+from eagleray.messages.control import InstanceState
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.outputs import EngineStats, ExpertLoad
 from eagleray.metrics.engine import EngineCollector
@@ -23,9 +24,10 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 class Metrics:
     """Metrics of one API server: it counts in `ledger` and reports the totals of all.
 
-    `stats` and `expert_load` are called at each scrape for the newest report of every engine, and `engine_info` for the
-    engines' properties. `has_vllm_names`: whether metrics that vLLM has too are also shown under its names. The caller
-    closes `ledger`.
+    `stats` and `expert_load` are called at each scrape for the newest report of every engine, `engine_info` for the
+    engines' properties, and `state` for the state of the instance. `max_loras`: most adapters that are served; None:
+    none are. `has_vllm_names`: whether metrics that vLLM has too are also shown under its names. The caller closes
+    `ledger`.
     """
 
     def __init__(
@@ -36,11 +38,13 @@ class Metrics:
         stats: Callable[[], Iterable[EngineStats]],
         expert_load: Callable[[], Iterable[ExpertLoad]],
         engine_info: Callable[[], EngineInfo | None],
+        state: Callable[[], InstanceState],
+        max_loras: int | None = None,
         has_vllm_names: bool = False,
     ) -> None:
         families = Families(ledger, model_name=model_name)
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(model_name, stats, engine_info))
+        self._registry.register(EngineCollector(model_name, stats, engine_info, state, max_loras))
         self._registry.register(ServerProcesses(ledger.processes))
         self._registry.register(families)
         self._shown = WithVllmNames(self._registry) if has_vllm_names else self._registry

@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 
 from eagleray.identity import EngineId
-from eagleray.messages.distributions import SECONDS
+from eagleray.messages.distributions import SECONDS, TOKENS
 from eagleray.messages.outputs import FinishReason
 from eagleray.metrics.families import Families
 
-MOST_TOKENS = 1_000_000
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -26,18 +25,11 @@ MAX_ENGINE_LABELS = 200
 """Number of engines that have a label of their own; the others share one, because a ledger has a fixed size."""
 
 
-def one_two_five(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 5, 10, 20, 50, … up to `most`."""
-    powers = (10**exponent for exponent in range(len(str(most))))
-    return tuple(bound for power in powers for bound in (power, 2 * power, 5 * power) if bound <= most)
-
-
 class RequestMetrics:
     """Metric families about generating requests, and about HTTP requests of every route."""
 
     def __init__(self, families: Families) -> None:
         histogram = families.histogram
-        tokens = one_two_five(MOST_TOKENS)
         self.first_token = histogram(
             "time_to_first_token_seconds",
             "From the arrival of a request to its first token.",
@@ -55,17 +47,22 @@ class RequestMetrics:
         self.latency = histogram(
             "e2e_request_latency_seconds", "From the arrival of a request to the end of a completion.", SECONDS
         )
-        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
-        self.generation_tokens = histogram("request_generation_tokens", "Tokens of a completion.", tokens)
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.generation_tokens = histogram("request_generation_tokens", "Tokens of a completion.", TOKENS)
         self.max_generation_tokens = histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest completion of a request.", tokens
+            "request_max_num_generation_tokens", "Tokens of the longest completion of a request.", TOKENS
         )
         self.params_n = histogram("request_params_n", "Parameter `n` of the requests.", (1, 2, 5, 10, 20))
         self.params_max_tokens = histogram(
-            "request_params_max_tokens", "Parameter `max_tokens` of the requests that set it.", tokens
+            "request_params_max_tokens", "Parameter `max_tokens` of the requests that set it.", TOKENS
         )
         success = families.counter("request_success", "Completions that ended, by the reason.", ["finished_reason"])
         self.finished = {reason: success.at(reason.value) for reason in FinishReason}
+        self.rejected = families.counter(
+            "admission_rejections",
+            "Requests refused because too many are queued, by vLLM's name of the limit.",
+            ["reason"],
+        ).at("max_num_queued_reqs")
         self._http = families.counter(
             "http_requests",
             "HTTP requests answered, by route, method and status (499: the client had gone).",
@@ -84,7 +81,7 @@ class RequestMetrics:
         self.params_n.observe(n)
         if max_tokens is not None:
             # Bounded: a sum must not lose its precision to one request that asks for 2**60 tokens.
-            self.params_max_tokens.observe(min(max_tokens, MOST_TOKENS))
+            self.params_max_tokens.observe(min(max_tokens, TOKENS[-1]))
         return RequestTimer(self, arrival, n)
 
 

@@ -18,6 +18,8 @@ class AdapterInSlot:
     adapter: Adapter
     slot: int
     num_requests: int = 0
+    num_running: int = 0
+    """Number of the requests that have a row."""
     is_retired: bool = False
     """Whether the adapter was replaced or unloaded."""
 
@@ -42,6 +44,16 @@ class AdapterSlots:
     @property
     def has_free(self) -> bool:
         return bool(self._free)
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Names of the adapters of requests that have a row."""
+        return _names(each for each in self._used.values() if each.num_running)
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Names of the adapters of requests that have none."""
+        return _names(each for each in self._used.values() if each.num_requests > each.num_running)
 
     def allocate(self, adapter: Adapter) -> AdapterInSlot:
         """Give a free slot to an adapter, which requests may use from now on."""
@@ -96,3 +108,8 @@ class AdapterSlots:
         if used.is_retired and used.num_requests == 0 and used.number in self._used:
             del self._used[used.number]
             self._free.append(used.slot)
+
+
+def _names(adapters: Iterable[AdapterInSlot]) -> tuple[str, ...]:
+    """Return the names in order, each once: an adapter and its replacement have the same."""
+    return tuple(sorted({each.adapter.name for each in adapters}))

@@ -119,6 +119,9 @@ class Scheduler:
             num_kv_blocks=self._cache.num_blocks,
             num_free_kv_blocks=self._cache.num_free_blocks,
             update=self._update,
+            num_deferred=self._waiting.num_deferred,
+            running_adapters=self.adapters.running,
+            waiting_adapters=self.adapters.waiting,
             distributions=self._histograms.report(),
             **asdict(self._counters),
         )
@@ -376,11 +379,13 @@ class Scheduler:
             num_cached_blocks=len(cached),
             step=self._next_step,
         )
+        if request.adapter is not None:
+            request.adapter.num_running += 1
         draft.new_rows[run] = run.new_row()
         draft.add(run, num_tokens)
         if not request.was_started:
             self._count_lookup(request, num_cached)
-            self._histograms.on_admitted(request.times)
+            self._histograms.on_admitted(request.times, request.num_prompt_tokens - request.num_cached_tokens)
             if request.announce_start:
                 self._early_chunks.append(
                     AddressedChunk(request.client, Chunk(request_id=request.request_id, is_started=True))
@@ -490,6 +495,8 @@ class Scheduler:
     def _end_run(self, run: Run) -> None:
         """End a run. Its blocks are released at once, or when the last step in flight that uses them is applied."""
         self._running.free(run)
+        if run.request.adapter is not None:
+            run.request.adapter.num_running -= 1
         if self._in_flight and run.last_step >= self._in_flight[0].step:
             self._in_flight[run.last_step - self._in_flight[0].step].block_tables.append(run.block_ids)
         else:

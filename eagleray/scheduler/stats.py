@@ -35,4 +35,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_queries: int
     num_prefix_hits: int
     update: int
+    num_deferred: int
+    running_adapters: tuple[str, ...]
+    waiting_adapters: tuple[str, ...]
     distributions: EngineDistributions

@@ -40,8 +40,9 @@ class EngineHistograms:
         if num_tokens:
             self._histograms["step_tokens"].add(num_tokens)
 
-    def on_admitted(self, times: RequestTimes) -> None:
-        """Record the first admission of a request."""
+    def on_admitted(self, times: RequestTimes, num_tokens: int) -> None:
+        """Record the first admission of a request, and the number of its prompt's tokens that are to be computed."""
+        self._histograms["prefill_tokens"].add(num_tokens)
         times.admitted_at = time.monotonic()
         self._histograms["queue_time"].add(times.admitted_at - times.arrived_at)
 

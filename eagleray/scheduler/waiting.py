@@ -109,6 +109,11 @@ class Backlog:
         """Number of requests that are admitted as soon as there is room; requests that are held back do not count."""
         return len(self._admissible) + len(self._quarantine)
 
+    @property
+    def num_deferred(self) -> int:
+        """Number of requests that are not admitted although there may be room."""
+        return len(self._held_back) + len(self._quarantine)
+
     def push(self, request: Request) -> None:
         """Add a request that is new, or was preempted."""
         if request.is_suspect and not self._quarantine.is_current(request):

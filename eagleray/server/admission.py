@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from eagleray.config.serving import ServingConfig
 from eagleray.errors import InvalidRequest, Overloaded
 from eagleray.messages.sampling import SamplingParams
+from eagleray.metrics.ledger import Tally
 
 if TYPE_CHECKING:
     from eagleray.client.client import Client
@@ -34,10 +35,11 @@ class Reservation:
 
 
 class Admission:
-    """Decides which requests may be sent to `client`."""
+    """Decides which requests may be sent to `client`. `rejected` counts requests that come while too many wait."""
 
-    def __init__(self, client: Client, limits: ServingConfig) -> None:
+    def __init__(self, client: Client, limits: ServingConfig, rejected: Tally) -> None:
         self._client = client
+        self._rejected = rejected
         self._limits = limits
         self.num_reserved = 0
         """Number of sequences in all reservations."""
@@ -51,6 +53,7 @@ class Admission:
         self.check_count(num_prompts, n)
         num_waiting = self._client.num_queued_seqs + self.num_reserved
         if num_waiting + num_seqs > self._limits.max_queued_requests:
+            self._rejected.add()
             raise Overloaded(
                 f"{num_waiting} sequences wait for their first token, this request has {num_seqs}, and at most "
                 f"{self._limits.max_queued_requests} may wait here (option `max_queued_requests`): try again in a "

@@ -50,7 +50,6 @@ class Service:
         """Model that was asked for: its id, or its directory."""
         self._config = config
         self.memory_return = MemoryReturn()
-        self.admission = Admission(client, config.serving)
         self._options = config.serving
         self._config_max_logprobs = config.model.max_logprobs
         self.names_tokens_by_id = config.serving.return_tokens_as_token_ids
@@ -73,8 +72,11 @@ class Service:
             stats=lambda: client.stats.values(),
             expert_load=lambda: client.expert_load.values(),
             engine_info=lambda: client.engine_info,
+            state=lambda: client.state,
+            max_loras=config.lora.max_loras if config.lora.enable_lora else None,
             has_vllm_names=config.observability.enable_vllm_metrics,
         )
+        self.admission = Admission(client, config.serving, self.metrics.requests.rejected)
         client.observe_recovery(self.metrics.recovery)
         self.created = int(time.time())
         self._serial = itertools.count()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from eagleray.messages.control import InstanceState
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.outputs import EngineStats, ExpertLoad
 from eagleray.metrics.exposition import Metrics
@@ -27,6 +28,8 @@ def instance(directory: Path) -> Iterator[Make]:
             stats: Iterable[EngineStats] = (),
             server: int = 0,
             expert_load: Iterable[ExpertLoad] = (),
+            state: InstanceState | None = None,
+            max_loras: int | None = None,
             has_vllm_names: bool = False,
         ) -> Metrics:
             ledger = stack.enter_context(contextlib.closing(Ledger.open(directory, server)))
@@ -36,6 +39,8 @@ def instance(directory: Path) -> Iterator[Make]:
                 stats=lambda: stats,
                 expert_load=lambda: expert_load,
                 engine_info=lambda: INFO,
+                state=lambda: state or InstanceState(),
+                max_loras=max_loras,
                 has_vllm_names=has_vllm_names,
             )
 

@@ -12,6 +12,7 @@ from metrics_fakes import families, samples
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagleray.identity import EngineId
+from eagleray.messages.control import InstanceState
 from eagleray.messages.distributions import BOUNDS, Distribution, EngineDistributions
 from eagleray.messages.outputs import EngineStats, ExpertLoad, FinishReason
 from eagleray.metrics.experts import ExpertText
@@ -102,6 +103,41 @@ def test_engine_collector_reports_histograms_of_the_engine(make):
     assert values["eagleray:iteration_tokens_total_count", "2"] == 0
 
 
+def test_engine_collector_parts_have_vllms_labels(make):
+    values = samples(make([of(0, num_deferred=2), of(1)], has_vllm_names=True))
+    for prefix in ("eagleray", "vllm"):
+        waiting = f"{prefix}:num_requests_waiting_by_reason"
+        assert [values[waiting, "0", reason] for reason in ("capacity", "deferred")] == [3, 2]
+        assert [values[waiting, "1", reason] for reason in ("capacity", "deferred")] == [5, 0]
+        tokens = f"{prefix}:prompt_tokens_by_source_total"
+        assert [values[tokens, "0", source] for source in ("local_compute", "local_cache_hit")] == [100, 30]
+        assert values[f"{prefix}:prompt_tokens_cached_by_source_total", "0", "device"] == 30
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (InstanceState(), "awake"),
+        (InstanceState(pause="keep"), "awake"),
+        (InstanceState(asleep=("kv_cache",), sleep_level=1), "weights_offloaded"),
+        (InstanceState(asleep=("weights", "kv_cache"), sleep_level=2), "discard_all"),
+    ],
+)
+def test_engine_collector_shows_sleep_state(make, state, expected):
+    values = samples(make([of(0), of(1)], state=state))
+    names = ("awake", "weights_offloaded", "discard_all")
+    for rank in "01":
+        assert [name for name in names if values["eagleray:engine_sleep_state", rank, name]] == [expected]
+
+
+def test_engine_collector_adapters_of_all_engines_are_one_series(make):
+    engines = [of(0, running_adapters=("b",)), of(1, running_adapters=("a",), waiting_adapters=("c", "d"))]
+    (sample,) = families(make(engines, max_loras=8, has_vllm_names=True))["vllm:lora_requests_info"].samples
+    assert sample.labels == {"max_lora": "8", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c,d"}
+    assert sample.value == pytest.approx(time.time(), abs=60)
+    assert "eagleray:lora_requests_info" not in families(make([of(0)], server=1))
+
+
 def test_engine_collector_shows_cache_config(make):
     [sample] = families(make([STATS]))["eagleray:cache_config_info"].samples
     assert sample.labels == {"model_name": "tiny", "engine": "3", "num_gpu_blocks": "8", "block_size": "16"}
@@ -118,7 +154,7 @@ def test_first_token_of_engine_beyond_the_labels_is_other(make):
 
 
 def test_vllm_names_show_the_same_values(make):
-    metrics = make([of(0, distributions=distributions())], has_vllm_names=True)
+    metrics = make([of(0, distributions=distributions())], max_loras=8, has_vllm_names=True)
     timer = begin(metrics)
     timer.tokens(0, 1, ENGINE)
     timer.finished(0, FinishReason.STOP, 1)

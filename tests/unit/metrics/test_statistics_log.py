@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 
 from eagleray.identity import EngineId
@@ -31,7 +32,7 @@ def setup(caplog):
 
 
 def stats(rank=0, incarnation=0, **counts):
-    names = [name for name in EngineStats.__struct_fields__ if name not in ("engine", "distributions")]
+    names = [field.name for field in msgspec.structs.fields(EngineStats) if field.type is int]
     return EngineStats(engine=EngineId("test", rank, incarnation), **{name: counts.get(name, 0) for name in names})
 
 

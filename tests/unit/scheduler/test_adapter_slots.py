@@ -62,6 +62,21 @@ def test_a_preempted_request_keeps_its_adapter():
     assert [row.adapter_slot for row in step(scheduler).new_rows] == [slot]
 
 
+def test_stats_name_adapters_of_running_and_waiting_requests():
+    scheduler = new_scheduler(num_adapter_slots=4)
+    for number, name in enumerate("aba", 1):
+        scheduler.adapters.allocate(adapter(name, number))
+    assert (scheduler.stats().running_adapters, scheduler.stats().waiting_adapters) == ((), ())
+    for request_id, (name, number) in enumerate([("b", 2), ("a", 1), ("a", 3)]):
+        scheduler.add(with_adapter(str(request_id), name, number))
+    assert (scheduler.stats().running_adapters, scheduler.stats().waiting_adapters) == ((), ("a", "b"))
+    step(scheduler)
+    assert (scheduler.stats().running_adapters, scheduler.stats().waiting_adapters) == (("a", "b"), ())
+    scheduler.preempt_all()
+    scheduler.abort(ALICE, ["0"])
+    assert (scheduler.stats().running_adapters, scheduler.stats().waiting_adapters) == ((), ("a",))
+
+
 def test_prefixes_are_shared_only_within_a_load_of_an_adapter():
     scheduler = new_scheduler(3)
     for number, name in ((1, "a"), (2, "b")):

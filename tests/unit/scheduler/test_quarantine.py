@@ -41,7 +41,7 @@ def test_quarantine_queued_suspects_count_as_waiting():
     engine.add(*(suspect(name) for name in "abc"))
     engine.step()
     stats = engine.scheduler.stats()
-    assert (stats.num_running, stats.num_waiting) == (1, 2)
+    assert (stats.num_running, stats.num_waiting, stats.num_deferred) == (1, 2, 2)
     finish(engine)
 
 

@@ -45,8 +45,10 @@ def test_drain_requests_under_way_finish_others_wait():
     assert engine.scheduler.is_drained
     assert [engine.is_ended((ALICE, name)) for name in ("a", "b", "resumed", "c", "late")] == [True] * 3 + [False] * 2
     assert engine.scheduler.num_requests == engine.scheduler.stats().num_waiting == 2
+    assert engine.scheduler.stats().num_deferred == 2
     engine.receive(engine.scheduler.abort(ALICE, ["c"]))
     engine.scheduler.start()
+    assert engine.scheduler.stats().num_deferred == 0
     engine.run()
     assert engine.last("late").finish_reason is FinishReason.LENGTH
     assert engine.last("c").finish_reason is FinishReason.ABORT

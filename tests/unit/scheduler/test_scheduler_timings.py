@@ -18,6 +18,7 @@ def test_histograms_count_requests_and_steps():
     engine.step()
     assert counts(engine) == {
         "step_tokens": 1,
+        "prefill_tokens": 1,
         "queue_time": 1,
         "prefill_time": 1,
         "decode_time": 0,
@@ -27,6 +28,7 @@ def test_histograms_count_requests_and_steps():
     engine.run()
     assert counts(engine) == {
         "step_tokens": 6,
+        "prefill_tokens": 2,
         "queue_time": 2,
         "prefill_time": 2,
         "decode_time": 2,
@@ -35,6 +37,7 @@ def test_histograms_count_requests_and_steps():
     }
     stats = engine.scheduler.stats()
     assert stats.distributions.step_tokens.total == stats.num_prompt_tokens + stats.num_generation_tokens - 2
+    assert stats.distributions.prefill_tokens.total == stats.num_prompt_tokens == 10  # the second prompt has 8 cached
     assert stats.distributions.preemptions.total == 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -347,5 +348,5 @@ def serving(checkpoint: Path, **options: Any) -> Iterator[Api]:
 
 
 def stats(engine: EngineId = ENGINE, **numbers: int) -> EngineStats:
-    names = [name for name in EngineStats.__struct_fields__ if name not in ("engine", "distributions")]
+    names = [field.name for field in msgspec.structs.fields(EngineStats) if field.type is int]
     return EngineStats(engine=engine, **{name: numbers.get(name, 0) for name in names})

@@ -144,6 +144,9 @@ def test_queue_when_full_refuses_with_429(checkpoint, path, stream):
         assert int(response.headers["retry-after"]) >= 1
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+        assert (
+            'admission_rejections_total{model_name="tiny",reason="max_num_queued_reqs"} 1.0' in api.get("/metrics").text
+        )
         assert api.get("/load").json() == {"server_load": 2}
         assert api.get("/ready").status_code == 200
         api.run(finish(calls))
