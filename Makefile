@@ -43,7 +43,7 @@ fuzz: $(READY)  ## Hostile requests, connections, readers and checkpoints: nobod
 soak: $(READY)  ## 15 minutes of mixed load with kills: nothing may fail, grow or stay behind (ARGS="--minutes 3 --backend ray ...").
 	$(BIN)/python scripts/soak.py $(ARGS)
 
-compat: $(READY)  ## Client programs of others, from their own packages, against one server (ARGS="--only openai_python --list").
+compat: $(READY)  ## Client programs of others, from their own packages, against a server (ARGS="--only openai_python --list").
 	$(BIN)/python scripts/compat.py $(ARGS)
 
 lint: $(READY)  ## Types beside the other checks: they take most of the time of one core.

