@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import compat
 import pytest
+from chaos_server import ChaosFailed
 from compat import BEGIN, END, CompatFailed, LocalRunner, read_checks, try_client, try_clients, update_table
 from compat_clients import CLIENTS, CompatClient, MissingFeature
 
@@ -132,6 +135,28 @@ def test_clients_have_names_and_titles_of_their_own():
 
 def test_document_has_a_place_for_the_table():
     assert update_table(compat.DOCUMENT.read_text("utf-8"), [])
+
+
+def test_main_pooling_server_that_fails_keeps_other_results(tmp_path, monkeypatch, capsys):
+    document = tmp_path / "compatibility.md"
+    document.write_text(DOCUMENT)
+
+    @contextmanager
+    def serving(*options):
+        if options:
+            raise ChaosFailed("no server")
+        yield "url", "model"
+
+    monkeypatch.setattr(compat, "serving", serving)
+    monkeypatch.setattr(compat, "DOCUMENT", document)
+    monkeypatch.setattr(compat, "LocalRunner", lambda *args, **fields: FakeRunner(line("chat")))
+    monkeypatch.setattr(compat, "exit_on_sigterm", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["compat.py", "--only", "openai_python", "--only", "openai_embeddings"])
+    monkeypatch.setenv("EAGLERAY_COMPAT_DIR", str(tmp_path))
+    assert compat.main() == 1
+    assert "| openai (Python) | 3.54.0 | 1 of 1 | – |" in document.read_text()
+    assert "embeddings" not in document.read_text()
+    assert "no server" in capsys.readouterr().err
 
 
 def test_local_runner_program_that_fails_keeps_output_and_last_error(tmp_path):
