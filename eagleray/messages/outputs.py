@@ -97,10 +97,9 @@ class Chunks(msgspec.Struct, frozen=True, tag=True):
     chunks: list[Chunk]
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Load and totals of an engine. Counters only grow during an incarnation."""
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Load and totals of a scheduler. Counters only grow during an incarnation of its engine."""
 
-    engine: EngineId
     num_running: int
     num_waiting: int
     num_kv_blocks: int
@@ -126,6 +125,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Names of the adapters of requests that wait."""
     distributions: EngineDistributions | None = None
     """Histograms of steps and requests, which only grow as well."""
+
+
+class EngineStats(SchedulerStats, frozen=True, kw_only=True, tag=True):
+    """Load and totals of an engine."""
+
+    engine: EngineId
 
 
 class WorkersReturned(msgspec.Struct, frozen=True, kw_only=True, tag=True):

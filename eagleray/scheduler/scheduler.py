@@ -20,7 +20,7 @@ from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.identity import FIRST_WEIGHT_VERSION, ClientId
 from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import Chunk, FinishReason
+from eagleray.messages.outputs import Chunk, FinishReason, SchedulerStats
 from eagleray.messages.requests import Generate
 from eagleray.messages.steps import RowFailure, StepPlan, StepResult
 from eagleray.scheduler.adapters import AdapterSlots
@@ -29,8 +29,7 @@ from eagleray.scheduler.kv_cache_manager import KVCacheManager
 from eagleray.scheduler.request import AddressedChunk, Request, Run, new_request
 from eagleray.scheduler.routed_experts import RoutedExpertsStore
 from eagleray.scheduler.running import InFlightStep, RowTable, StepDraft
-from eagleray.scheduler.stats import Counters, SchedulerStats
-from eagleray.scheduler.timings import EngineHistograms
+from eagleray.scheduler.timings import Counters, EngineHistograms
 from eagleray.scheduler.waiting import Backlog
 
 

@@ -1,4 +1,4 @@
-"""Times of requests in the scheduler, and the histograms that they are counted in.
+"""Totals of a scheduler, times of its requests, and the histograms that they are counted in.
 
 Owned by the scheduler, which reports every event of a request here. Requests keep their own times.
 """
@@ -11,6 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eagleray.messages.distributions import BOUNDS, Distribution, EngineDistributions
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals, which only grow. `SchedulerStats` documents each field."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
 
 
 @dataclass(slots=True)
