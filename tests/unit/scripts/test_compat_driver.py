@@ -154,8 +154,8 @@ def test_main_pooling_server_that_fails_keeps_other_results(tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["compat.py", "--only", "openai_python", "--only", "openai_embeddings"])
     monkeypatch.setenv("EAGLERAY_COMPAT_DIR", str(tmp_path))
     assert compat.main() == 1
-    assert "| openai (Python) | 3.54.0 | 1 of 1 | – |" in document.read_text()
-    assert "embeddings" not in document.read_text()
+    (row,) = [row for row in document.read_text().splitlines() if "1 of 1" in row]
+    assert row.startswith("| openai (Python) |")
     assert "no server" in capsys.readouterr().err
 
 

@@ -372,4 +372,7 @@ def test_input_tokens_wrong_field_is_refused_by_name(api, body, param):
     response = api.post(COUNT_PATH, {"input": "hello", **body})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
+
+
+def test_input_tokens_unknown_model_is_not_found(api):
     assert api.post(COUNT_PATH, {"model": "other", "input": "hello"}).status_code == 404
