@@ -12,17 +12,25 @@ import secrets
 from collections.abc import Callable, Container, Iterable, Sized
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import msgspec
 
-from eagleray.client.field_checks import check_seconds, check_text
+from eagleray.client.field_checks import (
+    check_common,
+    check_generates,
+    check_ids,
+    check_length,
+    check_range,
+    check_seconds,
+    check_text,
+    routed_experts_from,
+)
 from eagleray.client.prompt_scores import PromptScores
 from eagleray.client.request import ClientRequest
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.client.tracing import RequestOrigin, make_origin
-from eagleray.config.pooling_spec import POOLS_ONLY, too_long_to_pool
-from eagleray.errors import InvalidRequest, PromptTooLong
+from eagleray.errors import InvalidRequest
 from eagleray.identity import ClientId
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.membership import EngineInfo
@@ -179,17 +187,17 @@ class RequestBuilder:
         """Return the prompt's token ids. Raises `InvalidRequest` for a prompt that the model cannot continue."""
         if prompt.token_ids is not None:
             if isinstance(prompt.token_ids, Sized):  # before millions of ids are checked
-                _check_length(len(prompt.token_ids), engine)
-            token_ids = _check_ids(prompt.token_ids, engine.vocab_size, "prompt")
+                check_length(len(prompt.token_ids), engine)
+            token_ids = check_ids(prompt.token_ids, engine.vocab_size, "prompt")
         elif prompt.text is not None:
             token_ids = self._need_tokenizer("a text prompt", "prompt").encode(prompt.text, add_special_tokens=True)
-            _check_range(token_ids, engine.vocab_size, "prompt")
+            check_range(token_ids, engine.vocab_size, "prompt")
         else:
             raise InvalidRequest("a prompt needs a text or token ids", param="prompt")
         if not token_ids:
             purpose = "" if engine.pooling is not None else " to continue from"
             raise InvalidRequest(f"the prompt is empty, but it needs at least one token{purpose}", param="prompt")
-        _check_length(len(token_ids), engine)
+        check_length(len(token_ids), engine)
         return token_ids
 
     def make_messages(
@@ -210,7 +218,7 @@ class RequestBuilder:
         Raises `InvalidRequest` for parameters that this model or this server cannot follow.
         """
         self._check(params, engine.vocab_size)
-        routed_experts_from = _routed_experts_from(params, engine, len(token_ids))
+        first_routed = routed_experts_from(params, engine, len(token_ids))
         check_common(priority, cache_salt)
         sampling = self._sampling(params, engine, seed)
         if scores is not None:
@@ -231,7 +239,7 @@ class RequestBuilder:
                 cache_salt=str(cache_salt),
                 adapter="" if adapter is None else adapter.name,
                 adapter_number=0 if adapter is None else adapter.number,
-                routed_experts_from=routed_experts_from,
+                routed_experts_from=first_routed,
                 skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
             )
             for index in range(params.n)
@@ -287,9 +295,9 @@ class RequestBuilder:
 
     def _sampling(self, params: SamplingParams, engine: EngineInfo, seed: int) -> Sampling:
         bias = params.logit_bias or {}
-        asked = _check_ids(params.logprob_token_ids, engine.vocab_size, "logprob_token_ids")
+        asked = check_ids(params.logprob_token_ids, engine.vocab_size, "logprob_token_ids")
         end_tokens = _unique(
-            [*self._eos(params, engine), *_check_ids(params.stop_token_ids, engine.vocab_size, "stop_token_ids")]
+            [*self._eos(params, engine), *check_ids(params.stop_token_ids, engine.vocab_size, "stop_token_ids")]
         )
         # Plain numbers of bounded size: other values cannot be encoded, or not be decoded by the engine.
         return Sampling(
@@ -302,9 +310,9 @@ class RequestBuilder:
             frequency_penalty=float(params.frequency_penalty),
             repetition_penalty=float(params.repetition_penalty),
             logit_bias=dict(
-                zip(_check_ids(bias, engine.vocab_size, "logit_bias"), map(float, bias.values()), strict=True)
+                zip(check_ids(bias, engine.vocab_size, "logit_bias"), map(float, bias.values()), strict=True)
             ),
-            allowed_token_ids=_unique(_check_ids(params.allowed_token_ids, engine.vocab_size, "allowed_token_ids")),
+            allowed_token_ids=_unique(check_ids(params.allowed_token_ids, engine.vocab_size, "allowed_token_ids")),
             bad_words=self._bad_words(params.bad_words or []),
             min_tokens=min(params.min_tokens, engine.max_model_len),
             suppressed_token_ids=end_tokens if params.min_tokens else (),
@@ -347,19 +355,6 @@ class RequestBuilder:
         return self.tokenizer
 
 
-def check_common(priority: Any, cache_salt: Any) -> None:
-    """Raise `InvalidRequest` unless these fields of a request can be sent."""
-    check_text(cache_salt, "cache_salt")
-    if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-        raise InvalidRequest(f"`priority` must be a 64-bit integer, but it is {priority!r}", param="priority")
-
-
-def check_generates(engine: EngineInfo) -> None:
-    """Raise `InvalidRequest` for a pooling model."""
-    if engine.pooling is not None:
-        raise InvalidRequest(POOLS_ONLY, param="model")
-
-
 def child_seed(seed: int, index: int) -> int:
     """Return the seed of completion `index` of several: unlike its neighbours', and the same in every run."""
     digest = blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
@@ -381,7 +376,7 @@ def _forced(params: SamplingParams, engine: EngineInfo, *, room: int) -> Samplin
     and to the `room` in the model's length. Raises `InvalidRequest` for values that are no ids of the model."""
     given = params.trace_decode_token_ids
     # cut before millions of ids are checked
-    token_ids = _check_ids(given[:room] if isinstance(given, list) else given, engine.vocab_size, TRACE)[:room]
+    token_ids = check_ids(given[:room] if isinstance(given, list) else given, engine.vocab_size, TRACE)[:room]
     return msgspec.structs.replace(
         params,
         trace_decode_token_ids=token_ids,
@@ -391,66 +386,6 @@ def _forced(params: SamplingParams, engine: EngineInfo, *, room: int) -> Samplin
         stop=None,
         stop_token_ids=None,
     )
-
-
-def _routed_experts_from(params: SamplingParams, engine: EngineInfo, num_prompt_tokens: int) -> int | None:
-    """Return the first position whose routed experts are requested, or None. Raises `InvalidRequest`."""
-    start = params.routed_experts_prompt_start
-    if not params.return_routed_experts:
-        if start:
-            raise InvalidRequest(
-                f"`routed_experts_prompt_start` is {start}, but the request does not ask for routed experts: add "
-                "`return_routed_experts`, or drop it",
-                param="routed_experts_prompt_start",
-            )
-        return None
-    if not engine.has_experts:
-        raise InvalidRequest(
-            f"`return_routed_experts`: the model ({engine.architecture}) has no experts; leave it out",
-            param="return_routed_experts",
-        )
-    if engine.routing is None:
-        raise InvalidRequest(
-            "`return_routed_experts`: this engine does not keep them; start it with the option "
-            "`enable_return_routed_experts`",
-            param="return_routed_experts",
-        )
-    if start > num_prompt_tokens:
-        raise InvalidRequest(
-            f"`routed_experts_prompt_start` is {start}, but the prompt has {num_prompt_tokens} tokens: it must be at "
-            "most that",
-            param="routed_experts_prompt_start",
-        )
-    return start
-
-
-def _check_length(num_tokens: int, engine: EngineInfo) -> None:
-    max_model_len = engine.max_model_len
-    if engine.pooling is not None:
-        if num_tokens > max_model_len:
-            raise PromptTooLong(too_long_to_pool(f"it has {num_tokens} tokens", max_model_len), param="prompt")
-    elif num_tokens >= max_model_len:
-        raise PromptTooLong.for_model(f"it has {num_tokens} tokens", max_model_len)
-
-
-def _check_ids(token_ids: Iterable[Any] | None, vocab_size: int, param: str) -> list[int]:
-    """Return the ids as plain integers. Raises `InvalidRequest` for values that are no ids of the model."""
-    if token_ids is None:
-        return []
-    try:
-        ids = [operator.index(token_id) for token_id in token_ids]
-    except TypeError:
-        raise InvalidRequest(f"`{param}`: token ids must be integers", param=param) from None
-    _check_range(ids, vocab_size, param)
-    return ids
-
-
-def _check_range(token_ids: list[int], vocab_size: int, param: str) -> None:
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise InvalidRequest(
-            f"`{param}`: token id {wrong} is out of range; the model has the ids 0 to {vocab_size - 1}", param=param
-        )
 
 
 def _unique(token_ids: Iterable[int]) -> tuple[int, ...]:

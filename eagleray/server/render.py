@@ -12,7 +12,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from eagleray.client.preprocess import Prompt, check_generates
+from eagleray.client.field_checks import check_generates
+from eagleray.client.preprocess import Prompt
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import field_names
 from eagleray.server.endpoint import Endpoint, Operation
