@@ -44,6 +44,7 @@ from eagleray.server.http_responses import (
     msgpack_response,
     unless_disconnected,
 )
+from eagleray.server.load_header import FORMAT_HEADER, LOAD_HEADERS, load_header
 from eagleray.server.logprobs import LogprobsCollector, PromptLogprobList, encoded_prompt_logprobs
 from eagleray.server.service import Service
 
@@ -76,7 +77,7 @@ class GenerationRoute(Generic[Body, Chunk]):
             response=self._parsed_type.response_type,
             gives_msgpack=self._parsed_type.gives_msgpack,
             stream_event=self._parsed_type.chunk_type if self._parsed_type.has_streams else None,
-            headers=routing_headers(self._service.ranks),
+            headers=routing_headers(self._service.ranks) | LOAD_HEADERS,
             error_statuses=(400, 404, 413, 429, 500, 503, 504),
         )
         return [Endpoint(self._parsed_type.path, error_form=self._parsed_type.error_form, post=create)]
@@ -93,7 +94,10 @@ class GenerationRoute(Generic[Body, Chunk]):
                 is_named=parsed.has_named_events,
             )
         answer = await unless_disconnected(request.receive, parsed.respond())
-        return msgpack_response(answer) if parsed.is_msgpack else json_response(answer)
+        response = msgpack_response(answer) if parsed.is_msgpack else json_response(answer)
+        if (wanted := request.headers.get(FORMAT_HEADER)) is not None:
+            response.headers.update(load_header(wanted, self._service.client.stats.values()))
+        return response
 
     async def _read(self, request: Request) -> Body:
         """Return the body. An error names the wrong parameters beside the fields that are refused."""

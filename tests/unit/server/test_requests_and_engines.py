@@ -288,11 +288,32 @@ def test_metrics_have_every_engine(pair):
     assert 'eagleray:engine_restarts_total{engine="0",model_name="tiny"} 1.0' in pair.get("/metrics").text
 
 
-def test_openapi_has_the_routing_headers(api):
+def test_openapi_has_the_headers_of_requests(api):
     page = api.get("/openapi.json").json()
     for path in BODIES:
         parameters = page["paths"][path]["post"]["parameters"]
         assert [(parameter["name"], parameter["in"]) for parameter in parameters] == [
             (RANK, "header"),
             (SESSION, "header"),
+            ("endpoint-load-metrics-format", "header"),
         ]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_load_header_shows_all_engines_in_the_wanted_form(pair, path):
+    def header(wanted):
+        answer = pair.post(path, BODIES[path], headers={"endpoint-load-metrics-format": wanted})
+        assert answer.status_code == 200
+        return answer.headers.get("endpoint-load-metrics")
+
+    assert header("TEXT") is None
+    pair.deliver(stats(num_kv_blocks=30, num_free_kv_blocks=10, num_waiting=1))
+    pair.deliver(stats(OTHER, num_kv_blocks=10, num_free_kv_blocks=5, num_waiting=2))
+    assert header("TEXT") == "TEXT named_metrics.kv_cache_usage_perc=0.625, named_metrics.num_requests_waiting=3.0"
+    kind, value = header("json").split(" ", 1)
+    assert (kind, json.loads(value)) == (
+        "JSON",
+        {"named_metrics": {"kv_cache_usage_perc": 0.625, "num_requests_waiting": 3.0}},
+    )
+    assert header("BIN") is None
+    assert "endpoint-load-metrics" not in pair.post(path, BODIES[path]).headers
