@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from eagleray.errors import ConfigError
+from eagleray.hub.file_lock import free_lock
+from eagleray.hub.fsspec_errors import fsspec_problem
 
 JOURNALS = Path("~/.cache/eagleray/batches")
 """Directory of outputs whose batches have not ended."""
@@ -19,7 +22,9 @@ def opened_input(location: str) -> Iterator[IO[bytes]]:
     """Open the requests. Raises `ConfigError`."""
     if "://" in location:
         with _explaining("--input-file", location):
-            file = _fsspec(location).open(location, "rb").open()
+            import fsspec
+
+            file = fsspec.open(location, "rb").open()
     else:
         try:
             file = Path(location).expanduser().open("rb")
@@ -37,37 +42,59 @@ def local_output(location: str) -> Iterator[Path]:
     if "://" not in location:
         yield Path(location).expanduser()
         return
-    with _explaining("--output-file", location):
-        system, remote = _fsspec(location).core.url_to_fs(location)
     journal = JOURNALS.expanduser() / f"{hashlib.sha256(location.encode()).hexdigest()[:16]}.jsonl"
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    with _explaining("--output-file", location):
-        if not journal.exists() and system.exists(remote):
-            system.get_file(remote, str(journal))
     try:
-        yield journal
-    finally:
-        with _explaining(
-            "--output-file", location, kept=f"; the answers are in {journal}, and the next run sends them"
-        ):
-            system.put_file(str(journal), remote)
-        journal.unlink()
+        journal.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"answers are collected in {str(journal.parent)!r}: {error.strerror}") from None
+    with free_lock(journal.with_suffix(".lock")) as is_free:
+        if not is_free:
+            raise ConfigError(f"--output-file {location!r}: another batch is writing it: name another file")
+        with _explaining("--output-file", location):
+            system, remote = _find(location)
+            if not journal.exists():
+                _fetch(system, remote, journal)
+        try:
+            yield journal
+        finally:
+            kept = f"; the answers are in {journal}, and the next run sends them"
+            with _explaining("--output-file", location, kept=kept):
+                _send(system, journal, remote)
+            journal.unlink()
 
 
-def _fsspec(location: str) -> Any:
-    try:
-        import fsspec
-    except ImportError:
-        raise ConfigError(f"{location!r}: URLs need fsspec: install it with `pip install 'eagleray[fsspec]'`") from None
-    return fsspec
+def _find(location: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it."""
+    from fsspec.core import url_to_fs
+
+    system, remote = url_to_fs(location)
+    system.invalidate_cache()
+    return system, remote
+
+
+def _fetch(system: Any, remote: str, journal: Path) -> None:
+    """Copy a file of answers to the journal, as a whole. If there is none, write an empty one to both places, so that a
+    place that cannot be written is an error before the rows are answered."""
+    part = journal.with_suffix(".part")
+    if system.exists(remote):
+        system.get_file(remote, str(part))
+    else:
+        part.write_bytes(b"")
+        _send(system, part, remote)
+    os.replace(part, journal)
+
+
+def _send(system: Any, file: Path, remote: str) -> None:
+    options: dict[str, Any] = {}
+    if remote.startswith(("http://", "https://")):  # as stores take files at signed URLs
+        options = {"method": "put", "headers": {"Content-Length": str(file.stat().st_size)}}
+    system.put_file(str(file), remote, **options)
 
 
 @contextlib.contextmanager
 def _explaining(option: str, location: str, *, kept: str = "") -> Iterator[None]:
-    """Raise a `ConfigError` in place of any error, because every file system raises errors of its own."""
+    """Raise a `ConfigError` in place of any error."""
     try:
         yield
-    except ConfigError:
-        raise
     except Exception as error:
-        raise ConfigError(f"{option} {location!r}: {type(error).__name__}: {str(error)[:300]}{kept}") from None
+        raise ConfigError(f"{option} {location!r}: {fsspec_problem(error, location)}{kept}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 import msgspec
@@ -33,21 +34,25 @@ class OutputFile:
         """The `custom_id`s of these rows, without those of duplicates."""
 
     @classmethod
-    def open(cls, path: Path) -> OutputFile:
+    def open(cls, path: Path, *, name: str | None = None) -> OutputFile:
         """Open or create the file. A line that was cut off because its writer was killed is removed.
 
-        Raises `ConfigError` for a file that has other content, which is left as it is.
+        `name`: location that errors name, by default the path. Raises `ConfigError` for a file that has other content,
+        which is left as it is.
         """
+        shown = f"output file {name or str(path)!r}"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise ConfigError(f"output file {str(path)!r}: {error.strerror}: name a file that can be written") from None
+            raise ConfigError(f"{shown}: {error.strerror}: name a file that can be written") from None
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ConfigError(f"{shown} is no regular file: name one, since a batch that goes on reads its answers")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return cls(descriptor, *_read_answered(descriptor, path))
+            return cls(descriptor, *_read_answered(descriptor, shown))
         except BlockingIOError:
             os.close(descriptor)
-            raise ConfigError(f"output file {str(path)!r}: another batch is writing it: name another file") from None
+            raise ConfigError(f"{shown}: another batch is writing it: name another file") from None
         except BaseException:
             os.close(descriptor)
             raise
@@ -68,8 +73,10 @@ class OutputFile:
         os.close(self._descriptor)
 
 
-def _read_answered(descriptor: int, path: Path) -> tuple[set[str], set[str]]:
+def _read_answered(descriptor: int, shown: str) -> tuple[set[str], set[str]]:
     """Return the ids of the rows that the file answers, and the rows' own ids. Cuts off a last line without its end."""
+    if not _may_be_output(descriptor):
+        raise ConfigError(f"{shown}: it is not a batch's output: name another file")
     row_ids: set[str] = set()
     custom_ids: set[str] = set()
     decoder = msgspec.json.Decoder(_WrittenRow)
@@ -81,9 +88,7 @@ def _read_answered(descriptor: int, path: Path) -> tuple[set[str], set[str]]:
             try:
                 row = decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
-                raise ConfigError(
-                    f"output file {str(path)!r}: line {number} is not a batch's answer: name another file"
-                ) from None
+                raise ConfigError(f"{shown}: line {number} is not a batch's answer: name another file") from None
             row_ids.add(row.id)
             is_duplicate = row.error is not None and row.error.code == DUPLICATE
             if row.custom_id is not None and not is_duplicate:  # the row that has the id may not be answered yet
@@ -91,13 +96,12 @@ def _read_answered(descriptor: int, path: Path) -> tuple[set[str], set[str]]:
             end += len(line)
         else:
             return row_ids, custom_ids
-    if not row_ids and not _may_be_cut_off(descriptor):
-        raise ConfigError(f"output file {str(path)!r}: it is not a batch's output: name another file")
     os.ftruncate(descriptor, end)
     return row_ids, custom_ids
 
 
-def _may_be_cut_off(descriptor: int) -> bool:
-    """Whether the file begins as a line that this module writes."""
+def _may_be_output(descriptor: int) -> bool:
+    """Whether the file begins as a line that this module writes, which may be cut off; other files may have lines that
+    do not fit into memory."""
     beginning = b'{"id":"batch_req_'
     return beginning.startswith(os.pread(descriptor, len(beginning), 0))

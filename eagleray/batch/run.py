@@ -7,6 +7,7 @@ that is started again with the same files answers the rows that have no line in 
 from __future__ import annotations
 
 import asyncio
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
@@ -61,6 +62,8 @@ class Batch:
         seen: dict[str, int] = {}
         for number, line in enumerate(_lines(rows, self.max_row_bytes), start=1):
             name = row_id(number)
+            if number == 1:
+                line = line.removeprefix(BOM_UTF8)  # which some editors write
             if not line.strip():
                 continue
             row: BatchRow | RowResult

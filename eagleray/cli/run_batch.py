@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         rows = stack.enter_context(opened_input(arguments.input_file))
         path = stack.enter_context(local_output(arguments.output_file))
-        output = stack.enter_context(contextlib.closing(OutputFile.open(path)))
+        output = stack.enter_context(contextlib.closing(OutputFile.open(path, name=arguments.output_file)))
         config = EngineArgs(**program_options(arguments, sections=SECTIONS)).config()
         set_up_log("run-batch", config)
         progress = Progress("rows", is_shown=not arguments.no_progress)

@@ -16,6 +16,7 @@ from eagleray.errors import CheckpointError, EagleRayError
 from eagleray.hub.disk_space import check_space, no_room
 from eagleray.hub.download import DEFAULT_ENDPOINT, endpoint_url
 from eagleray.hub.file_lock import file_lock
+from eagleray.hub.fsspec_errors import fsspec_problem
 from eagleray.hub.needs import NeededFiles
 from eagleray.hub.options import HubOptions
 from eagleray.hub.progress_bar import DownloadProgress
@@ -64,7 +65,7 @@ def fetch_url(url: str, needs: NeededFiles, options: HubOptions, *, key: str | N
     except Exception as error:  # each file system of fsspec has errors of its own
         if (full := no_room(error, options.cache, name=url)) is not None:
             raise full from None
-        raise CheckpointError(f"model {url!r}: cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
+        raise CheckpointError(f"model {url!r}: {fsspec_problem(error, url)}") from error
     return found
 
 
@@ -83,16 +84,9 @@ def _list_files(url: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
         if url.startswith(f"{endpoint}/"):
             hub_id = "/".join(url.removeprefix(f"{endpoint}/").split("/")[:2])
             raise CheckpointError(f"model {url!r}: this is the page of a model; give the id instead: {hub_id}")
-    scheme = url.partition("://")[0]
-    try:
-        from fsspec.core import url_to_fs
+    from fsspec.core import url_to_fs
 
-        system, root = url_to_fs(url)
-    except (ImportError, ValueError) as error:  # ValueError: no file system has this scheme
-        raise CheckpointError(
-            f"model {url!r}: {scheme}:// is read by fsspec, and {str(error) or type(error).__name__}: install it with "
-            "`pip install 'eagleray[fsspec]'`, which has s3:// and gs://, or the package of your file system"
-        ) from None
+    system, root = url_to_fs(url)
     system.invalidate_cache()  # of listings that this process has read before
     root = root.rstrip("/")
     found = {path[len(root) :].lstrip("/"): details for path, details in system.find(root, detail=True).items()}

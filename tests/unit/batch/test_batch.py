@@ -7,6 +7,8 @@ import errno
 import io
 import json
 import os
+from codecs import BOM_UTF8
+from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
@@ -194,6 +196,27 @@ def test_output_file_with_other_content_is_refused_and_left(tmp_path, content):
     with pytest.raises(ConfigError, match="name another file"):
         OutputFile.open(path)
     assert path.read_text() == content
+
+
+def test_output_file_that_is_no_regular_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/full")):
+        with pytest.raises(ConfigError, match="is no regular file"):
+            OutputFile.open(path)
+
+
+def test_output_file_of_another_kind_is_not_read(tmp_path):
+    path = tmp_path / "out"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a line that no memory holds
+    with pytest.raises(ConfigError, match="it is not a batch's output"):
+        OutputFile.open(path)
+
+
+def test_batch_byte_order_mark_is_skipped(tmp_path):
+    path = tmp_path / "out"
+    run(BOM_UTF8 + json.dumps(row("a", "p")).encode(), path)
+    assert lines(path)["batch_req_1"]["error"] is None
 
 
 def test_output_file_of_a_running_batch_is_refused(tmp_path):

@@ -69,7 +69,7 @@ def test_prepare_model_url_that_broke_off_goes_on_with_its_next_file(memory, cac
         copy(self, source, target)
 
     monkeypatch.setattr(type(memory), "get_file", break_off)
-    with pytest.raises(CheckpointError, match="cannot be read: OSError: the connection broke"):
+    with pytest.raises(CheckpointError, match="its file system failed: OSError: the connection broke"):
         prepare_model(ModelConfig(model="memory://bucket/model"))
     prepare_model(ModelConfig(model="memory://bucket/model"))
     assert copied[3:] == ["model.safetensors"]
