@@ -55,6 +55,11 @@ def setup_process_logging(label: str, settings: LogSettings) -> None:
     A configuration that cannot be applied here (a directory that another host has, say) is a warning, because the
     process serves without it.
     """
+    if settings.format == "json" or settings.config:  # Ray, which is imported later, is to print lines as they are
+        os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if not has_colours(sys.stderr):
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if settings.config:
         from multiprocessing import current_process  # here, because most logs are not configured
 
@@ -139,6 +144,28 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)
+
+
+def report_failure(text: str) -> None:
+    """Write the error that ends a command, in the form that the lines of the log have on standard error."""
+    if _writes_json():
+        logger.error("%s", text)
+    else:
+        print(f"eagleray: {text}", file=sys.stderr)
+
+
+def has_bars() -> bool:
+    """Return whether standard error may have bars of progress: it is a terminal, and its lines are for people."""
+    return sys.stderr.isatty() and not _writes_json()
+
+
+def _writes_json() -> bool:
+    return any(
+        isinstance(handler, logging.StreamHandler)
+        and handler.stream is sys.stderr
+        and isinstance(handler.formatter, JsonFormatter)
+        for handler in logging.getLogger("eagleray").handlers
+    )
 
 
 def has_colours(stream: TextIO) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -10,7 +9,7 @@ from typing import Self
 
 from tqdm import tqdm
 
-from eagleray.log import get_logger
+from eagleray.log import get_logger, has_bars
 
 logger = get_logger(__name__)
 
@@ -22,7 +21,7 @@ class Progress:
     """Counts requests and tokens, and shows them, until it is closed. A context manager.
 
     `unit`: name of the requests, such as `prompts`. `total`: their number, if it is known. `is_terminal`: whether
-    there is a bar; None: whether standard error is a terminal. Without `is_shown`, nothing is shown.
+    there is a bar; None: whether standard error may have bars. Without `is_shown`, nothing is shown.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class Progress:
         is_shown: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        has_bar = sys.stderr.isatty() if is_terminal is None else is_terminal
+        has_bar = has_bars() if is_terminal is None else is_terminal
         self._unit = unit
         self._bar = tqdm(total=total, desc=unit, disable=not (has_bar and is_shown))
         self._has_lines = is_shown and not has_bar

@@ -12,6 +12,7 @@ from eagleray.cli.api_key import hide_api_keys
 from eagleray.cli.command_parser import CommandParser
 from eagleray.config.suggestions import suggest
 from eagleray.errors import EagleRayError, UserError
+from eagleray.log import report_failure
 
 COMMANDS = {
     "serve": "serve a model over HTTP, with the API of OpenAI",
@@ -45,10 +46,10 @@ def run(arguments: Sequence[str]) -> int:
         options = _parse(arguments)
         return int(options.run(options) or 0)
     except UserError as error:
-        print(f"eagleray: error: {error}", file=sys.stderr)
+        report_failure(f"error: {error}")
         return 2
     except EagleRayError as error:
-        print(f"eagleray: {error}", file=sys.stderr)
+        report_failure(str(error))
         return 1
     except BrokenPipeError:  # the reader of the output, such as `head`, has exited
         sys.stderr.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from types import TracebackType
@@ -11,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from eagleray.errors import DeadlineExceeded
-from eagleray.log import get_logger
+from eagleray.log import get_logger, has_bars
 
 logger = get_logger(__name__)
 
@@ -38,7 +37,7 @@ class DownloadProgress:
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
-            disable=not sys.stderr.isatty(),
+            disable=not has_bars(),
         )
 
     def __enter__(self) -> DownloadProgress:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from eagleray.kernels.choose import AttentionBackend
 from eagleray.kernels.cuda.ranking import DeviceRanking
 from eagleray.kernels.forward_batch import PassLimits
 from eagleray.kernels.kv_cache import KVCache
-from eagleray.log import get_logger
+from eagleray.log import get_logger, has_bars
 from eagleray.messages.steps import GroupOpened, ModelLoaded
 from eagleray.messages.workers import Topology
 from eagleray.models.base import Model
@@ -256,7 +255,7 @@ class LoadedWorker:
 
     def _load(self, attention_backend: AttentionBackend) -> Model:
         config = self.setup.config.model
-        bar = LoadingBar(is_shown=self.rank == 0 and sys.stderr.isatty())
+        bar = LoadingBar(is_shown=self.rank == 0 and has_bars())
         with contextlib.closing(bar):
             model = load_model(
                 checkpoint_dir(config),

@@ -6,12 +6,21 @@ import io
 import json
 import logging
 import multiprocessing
+import os
 import sys
 from datetime import UTC, datetime
 
 import pytest
 
-from eagleray.log import LineFormatter, LogSettings, has_colours, setup_logging, setup_process_logging
+from eagleray.log import (
+    LineFormatter,
+    LogSettings,
+    has_bars,
+    has_colours,
+    report_failure,
+    setup_logging,
+    setup_process_logging,
+)
 
 
 class Terminal(io.StringIO):
@@ -59,6 +68,7 @@ def logged(monkeypatch, settings, log, setup=setup_logging):
     """Return the lines on a terminal of what `log` logs."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(os, "environ", {"TERM": "xterm"})
     setup("engine-0", settings)
     log(logging.getLogger("eagleray.x"))
     return stream.getvalue().splitlines()
@@ -151,3 +161,39 @@ def test_setup_process_logging_configuration_that_fails_is_a_warning(monkeypatch
     warning, line = logged(monkeypatch, settings, lambda log: log.info("goes on"), setup_process_logging)
     assert "not configured by `log_config_file`: Unable to configure handler 'h'" in warning
     assert line.endswith("goes on")
+
+
+@pytest.mark.parametrize(("form", "has_objects"), [("text", False), ("json", True), ("none", False)])
+def test_terminal_with_json_objects_has_no_bars_and_no_plain_errors(monkeypatch, form, has_objects):
+    bars = []
+
+    def fail(log):
+        bars.append(has_bars())
+        report_failure("out of luck")
+
+    lines = logged(monkeypatch, LogSettings(format=form), fail)
+    assert bars == [not has_objects]
+    assert [json.loads(line)["message"] if has_objects else line for line in lines] == [
+        "out of luck" if has_objects else "eagleray: out of luck"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (LogSettings(), {}),
+        (LogSettings(format="json"), {"RAY_DISABLE_WORKER_LOG_PREFIX": "1", "RAY_DEDUP_LOGS": "0"}),
+        (LogSettings(config='{"version": 1}'), {"RAY_DISABLE_WORKER_LOG_PREFIX": "1", "RAY_DEDUP_LOGS": "0"}),
+    ],
+)
+def test_setup_process_logging_has_ray_print_lines_as_they_are(monkeypatch, settings, expected):
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", "MainProcess")
+    logged(monkeypatch, settings, lambda log: None, setup_process_logging)
+    assert os.environ == {"TERM": "xterm"} | expected
+
+
+def test_setup_process_logging_has_ray_print_no_colours_outside_of_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(os, "environ", {})
+    setup_process_logging("engine-0", LogSettings())
+    assert os.environ == {"RAY_COLOR_PREFIX": "0"}

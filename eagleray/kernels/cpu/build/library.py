@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from eagleray.kernels.cpu.abi import HEADER, abi, fingerprint
 from eagleray.kernels.cpu.build.cache import cached_file, private_directory
 from eagleray.kernels.cpu.build.compiler import LINK_FLAGS, Compiler, compile_library, find_compiler
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable, OpenmpRuntime, mapped_runtimes, openmp_runtime
-from eagleray.log import get_logger
+from eagleray.log import get_logger, has_bars
 
 logger = get_logger(__name__)
 
@@ -68,7 +67,7 @@ def build(sources: Sequence[Path], *, march: str = "native", directory: Path | N
         for file, content in contents.items():
             (scratch / file).write_bytes(content)
         logger.info("compiling kernels for this processor, once")
-        with tqdm(total=len(names), desc="compiling kernels", unit="file", disable=not sys.stderr.isatty()) as bar:
+        with tqdm(total=len(names), desc="compiling kernels", unit="file", disable=not has_bars()) as bar:
             library = compile_library(compiler, names, directory=scratch, runtime=runtime, on_compiled=bar.update)
         logger.info("compiled kernels in %.1f s", time.monotonic() - started)
         return library
