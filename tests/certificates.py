@@ -26,6 +26,18 @@ def make_pairs(directory: Path, names: str) -> None:
         )
 
 
+def make_expired_pair(directory: Path) -> None:
+    """Make the certificate expired.pem, signed by itself, and its key."""
+    request, key = str(directory / "expired.csr"), str(directory / "expired.key")
+    curve = ("ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+    openssl("req", "-new", "-newkey", *curve, "-nodes", "-subj", "/CN=a", "-keyout", key, "-out", request)
+    sign = ("x509", "-req", "-in", request, "-signkey", key, "-out", str(directory / "expired.pem"))
+    try:
+        openssl(*sign, "-not_before", "20200101000000Z", "-not_after", "20210101000000Z")
+    except subprocess.CalledProcessError:  # OpenSSL before 3.4
+        openssl(*sign, "-days", "-1")
+
+
 def install(pairs: Path, name: str, directory: Path) -> None:
     """Copy a pair to used.pem and used.key in the directory, each file by one renaming."""
     for suffix in ("pem", "key"):

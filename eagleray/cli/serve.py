@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = with_api_keys(server_config(arguments, sections=SECTIONS))
     open_files = raise_open_files_limit(needed=(config.serving.max_connections or 0) + SPARE_FILES)
     connection_limit(config.serving.max_connections, open_files=open_files)
-    load_tls(config.serving)  # files that do not fit together are an error before processes start
+    load_tls(config.serving, warns=True)  # files that do not fit together are an error before processes start
     # here, too: a wrong name is an error at once, and a download takes as long as it takes
     config = msgspec.structs.replace(config, model=checked_model(config.model))
     if config.model.model is None:

@@ -31,20 +31,25 @@ from eagleray.server.connections import HttpConnections
 from eagleray.server.endpoint import RequestMiddleware
 from eagleray.server.http_protocol import HttpProtocol
 from eagleray.server.timeouts import DRAIN_POLL_SECONDS, FLUSH_SECONDS
-from eagleray.server.tls import Certificates
+from eagleray.server.tls import Certificates, open_certificates
 from eagleray.server.user_middleware import with_middleware
 from eagleray.transport.runtime_dir import no_room
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our acceptor and protocol. Raises `ConfigError` for certificates that do not fit, and for
-    middleware that cannot be used. `on_tick` is called once a second or more often.
+    """uvicorn's server with our acceptor and protocol. Raises `ConfigError` for middleware that cannot be used.
+    `on_tick` is called once a second or more often.
 
     It handles no signals, because the supervisor decides when it stops, and how long requests may take then.
     """
 
     def __init__(
-        self, app: RequestMiddleware, options: ServingConfig, counts: ConnectionCounts, on_tick: Callable[[], None]
+        self,
+        app: RequestMiddleware,
+        options: ServingConfig,
+        counts: ConnectionCounts,
+        certificates: Certificates,
+        on_tick: Callable[[], None],
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -68,7 +73,7 @@ class _Server(uvicorn.Server):
             open_paths=app.open_paths,
             count_refusal=app.count_refusal,
         )
-        self._certificates = Certificates(options)
+        self._certificates = certificates
         self._acceptor: Acceptor | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -120,9 +125,10 @@ def run(payload: bytes, parent: Parent) -> None:
 
 
 async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: ConnectionCounts) -> None:
+    certificates = await open_certificates(spec.config.serving)
     client = Client.open(spec.client, spec.config, Path(spec.runtime_dir), host=spec.host)
     app = create_app(client, spec.config, ledger, has_access_log=True)
-    server = _Server(app, spec.config.serving, counts, on_tick=_statistics_tick(client, spec))
+    server = _Server(app, spec.config.serving, counts, certificates, on_tick=_statistics_tick(client, spec))
     freeze_gc()
     parent.report_bound(client.address)
     with socket.socket(fileno=spec.listener_fd) as listener:

@@ -53,6 +53,10 @@ client might never see the answer."""
 TLS_SHUTDOWN_SECONDS = 1.0
 """Time in which a client of HTTPS may reply that it closes, too, before its connection is cut."""
 
+CERTIFICATE_SECONDS = 60.0
+CERTIFICATE_POLL_SECONDS = 1.0
+"""Time for which an API server that replaces another waits for files of a certificate that fit, and the interval."""
+
 # Work in the event loop
 
 INLINE_RENDER_SECONDS = 0.05

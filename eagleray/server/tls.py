@@ -5,18 +5,26 @@ Owned by the event loop of an API server. Connections keep the certificate with 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import ssl
+import time
 from pathlib import Path
 
 from eagleray.config.serving import ServingConfig
 from eagleray.errors import ConfigError
 from eagleray.log import get_logger
+from eagleray.server.timeouts import CERTIFICATE_POLL_SECONDS, CERTIFICATE_SECONDS
 
 logger = get_logger(__name__)
 
 CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 PRIVATE_KEY = "PRIVATE KEY-----"
+DAMAGED = "it is damaged"
+
+DATE_ERRORS = (9, 10)
+"""Codes of OpenSSL for certificates that are not valid yet, and for those that have expired."""
 
 FileStates = tuple[tuple[int, int, int] | None, ...]
 """Modification time in ns, inode and size of each file; None for one that is missing."""
@@ -26,8 +34,9 @@ class _EncryptedKey(Exception):
     """OpenSSL has asked for the password of a private key."""
 
 
-def load_tls(options: ServingConfig) -> ssl.SSLContext | None:
-    """Return the context for new connections, or None without HTTPS. Raises `ConfigError` for files that do not fit."""
+def load_tls(options: ServingConfig, *, warns: bool = False) -> ssl.SSLContext | None:
+    """Return the context for new connections, or None without HTTPS. Raises `ConfigError` for files that do not fit.
+    `warns`: whether a certificate that is refused for its dates is logged."""
     if options.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -44,6 +53,8 @@ def load_tls(options: ServingConfig) -> ssl.SSLContext | None:
                 f"option `ssl_ciphers`: OpenSSL knows no cipher suite of TLS 1.2 in {options.ssl_ciphers!r}; "
                 "`openssl ciphers` lists them"
             ) from None
+    if warns:
+        _check_dates(context, options.ssl_certfile)
     return context
 
 
@@ -71,7 +82,7 @@ class Certificates:
             return
         self._loaded = states
         try:
-            self.context = load_tls(self._options)
+            self.context = load_tls(self._options, warns=True)
         except ConfigError as error:
             logger.warning("the changed files of the certificate are not used, new connections get the old: %s", error)
         else:
@@ -79,6 +90,39 @@ class Certificates:
 
     def _states(self) -> FileStates:
         return tuple(_state(path) for path in self._paths)
+
+
+async def open_certificates(options: ServingConfig) -> Certificates:
+    """Load the files of an API server that starts. They fitted when the instance started, so files that do not fit may
+    be about to change, and are read again for a while. Raises `ConfigError` as `load_tls` does."""
+    deadline, is_logged = time.monotonic() + CERTIFICATE_SECONDS, False
+    while True:
+        try:
+            return Certificates(options)
+        except ConfigError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not is_logged:
+                logger.warning("%s; waiting up to %.0f s for files that fit", error, CERTIFICATE_SECONDS)
+                is_logged = True
+        await asyncio.sleep(CERTIFICATE_POLL_SECONDS)
+
+
+def _check_dates(context: ssl.SSLContext, certfile: str) -> None:
+    """Warn if clients refuse the certificate of a context because of its dates. Its file is `certfile`."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trusts the certificate itself
+    client.load_verify_locations(Path(certfile).expanduser())
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(to_client, to_server), context.wrap_bio(to_server, to_client, server_side=True)]
+    try:
+        for end in (*ends, *ends):  # as far as the client's check
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in DATE_ERRORS:
+            logger.warning("option `ssl_certfile`: clients refuse %r: %s", certfile, error.verify_message)
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
@@ -112,7 +156,7 @@ def _load_pair(context: ssl.SSLContext, certfile: str, keyfile: str | None) -> N
             ) from None
         raise ConfigError(
             f"option `ssl_certfile`: OpenSSL cannot use {certfile!r} with the private key in {key_path!r}: "
-            f"{error.reason or error}"
+            f"{error.reason or DAMAGED}"
         ) from None
 
 
@@ -122,7 +166,7 @@ def _load_authorities(context: ssl.SSLContext, path: str) -> None:
     try:
         context.load_verify_locations(Path(path).expanduser())
     except ssl.SSLError as error:
-        raise ConfigError(f"option `ssl_ca_certs`: OpenSSL cannot read {path!r}: {error.reason or error}") from None
+        raise ConfigError(f"option `ssl_ca_certs`: OpenSSL cannot read {path!r}: {error.reason or DAMAGED}") from None
 
 
 def _read(option: str, path: str) -> str:

@@ -14,12 +14,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from certificates import install, make_pairs, openssl
+from certificates import install, make_expired_pair, make_pairs, openssl
 from http_fakes import HttpServer
 from socket_server import SECONDS, SocketServer, error_of, read_all
 
 from eagleray.config.build import build_config
 from eagleray.errors import ConfigError
+from eagleray.server import tls
 from eagleray.server.connections import RESERVED_CONNECTIONS, Handshake
 from eagleray.server.tls import Certificates, load_tls
 
@@ -28,9 +29,11 @@ OPTIONS = {"header_timeout": 0.4, "body_timeout": 0.4, "keep_alive_timeout": 0.4
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> Path:
-    """A directory with the pairs a and b, pair a in one file, an encrypted key of a, and broken files."""
+    """A directory with the pairs a and b, an expired one, pair a in one file, an encrypted key of a, and broken
+    files."""
     directory = tmp_path_factory.mktemp("certificates")
     make_pairs(directory, "ab")
+    make_expired_pair(directory)
     (directory / "both.pem").write_text((directory / "a.key").read_text() + (directory / "a.pem").read_text())
     locked = ("-aes128", "-passout", "pass:secret", "-out", str(directory / "locked.key"))
     openssl("pkey", "-in", str(directory / "a.key"), *locked)
@@ -98,6 +101,39 @@ def test_certificates_that_change_are_loaded(files, tmp_path, used, caplog):
     certificates.refresh()
     assert certificates.context is not first
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_certificates_that_have_expired_are_used_with_a_warning(files, tmp_path, used, caplog):
+    assert load_tls(options_of(files, "expired.pem", "expired.key"), warns=True) is not None
+    (warning,) = caplog.records
+    assert "clients refuse" in warning.message and warning.message.endswith("expired.pem': certificate has expired")
+    load_tls(used, warns=True)
+    certificates = Certificates(used)
+    assert len(caplog.records) == 1
+    install(files, "expired", tmp_path)
+    for _ in range(2):
+        certificates.refresh()
+    assert "certificate has expired" in caplog.records[1].message
+
+
+def test_open_certificates_waits_for_files_that_fit(files, tmp_path, used, monkeypatch, caplog):
+    monkeypatch.setattr(tls, "CERTIFICATE_POLL_SECONDS", 0.0)
+
+    async def open_while_they_change() -> Certificates:
+        (tmp_path / "used.pem").write_text("nothing")
+        opening = asyncio.create_task(tls.open_certificates(used))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        install(files, "b", tmp_path)
+        return await opening
+
+    assert asyncio.run(open_while_they_change()).context is not None
+    (warning,) = caplog.records
+    assert "holds no certificate in PEM format; waiting up to 60 s" in warning.message
+    monkeypatch.setattr(tls, "CERTIFICATE_SECONDS", 0.0)
+    (tmp_path / "used.pem").write_text("nothing")
+    with pytest.raises(ConfigError, match="holds no certificate"):
+        asyncio.run(tls.open_certificates(used))
 
 
 def test_certificates_that_are_broken_leave_the_old_until_they_are_mended(files, tmp_path, used, caplog):
