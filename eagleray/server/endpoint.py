@@ -58,6 +58,8 @@ class Operation(NamedTuple):
     """Whether the answer is msgpack for requests that accept it."""
     stream_event: Any = None
     """Type of the events under `"stream": true`; None: does not stream."""
+    has_named_events: bool = False
+    """Whether each event carries its name, and errors are among the types of events."""
     headers: Mapping[str, Mapping[str, Any]] = {}
     """JSON schemas of the headers that the operation reads, by name."""
     error_statuses: tuple[int, ...] = ()

@@ -77,6 +77,7 @@ class GenerationRoute(Generic[Body, Chunk]):
             response=self._parsed_type.response_type,
             gives_msgpack=self._parsed_type.gives_msgpack,
             stream_event=self._parsed_type.chunk_type if self._parsed_type.has_streams else None,
+            has_named_events=self._parsed_type.has_named_events,
             headers=routing_headers(self._service.ranks) | LOAD_HEADERS,
             error_statuses=(400, 404, 413, 429, 500, 503, 504),
         )

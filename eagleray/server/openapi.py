@@ -94,7 +94,7 @@ def _path_item(endpoint: Endpoint, schema_of: dict[Any, Any], needs_key: bool) -
     error_schema = schema_of[_error_body(endpoint)]
     statuses = endpoint.error_form.statuses if endpoint.error_form else {}
     for method, operation in endpoint.operations.items():
-        item[method.lower()] = described = _operation(operation, schema_of)
+        item[method.lower()] = described = _operation(operation, schema_of, error_schema)
         reads_body = {415} if 413 in operation.error_statuses else set()
         for status in sorted({*operation.error_statuses, *reads_body}):
             described["responses"][str(statuses.get(status, status))] = _response(REASONS[status], error_schema)
@@ -111,14 +111,15 @@ def _path_item(endpoint: Endpoint, schema_of: dict[Any, Any], needs_key: bool) -
     return item
 
 
-def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any]:
+def _operation(operation: Operation, schema_of: dict[Any, Any], error_schema: Any) -> dict[str, Any]:
     success: dict[str, Any] = {"description": "Success."}
     if operation.response is not None:
         success["content"] = {"application/json": {"schema": schema_of[operation.response]}}
     if operation.gives_msgpack:
         success["content"][MSGPACK] = {"schema": schema_of[operation.response]}
     if operation.stream_event is not None:
-        success["content"]["text/event-stream"] = {"schema": schema_of[operation.stream_event]}
+        event = _event_schema(schema_of[operation.stream_event], error_schema, is_named=operation.has_named_events)
+        success["content"]["text/event-stream"] = {"schema": event}
     described: dict[str, Any] = {"summary": operation.summary, "responses": {"200": success}}
     if operation.request_body is not None:
         schema = schema_of[operation.request_body]
@@ -132,6 +133,17 @@ def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
     if parameters:
         described["parameters"] = parameters
     return described
+
+
+def _event_schema(data: Any, error: Any, *, is_named: bool) -> dict[str, Any]:
+    """Describe one event of a stream, whose `data` is JSON in a text; see `EventStream` for `is_named`."""
+    json_text = {"type": "string", "contentMediaType": "application/json"}
+    if is_named:
+        properties = {"event": {"type": "string"}, "data": {**json_text, "contentSchema": data}}
+    else:
+        content = {**json_text, "contentSchema": {"anyOf": [data, error]}}
+        properties = {"data": {"anyOf": [{"const": "[DONE]"}, content]}}
+    return {"type": "object", "required": [*properties], "properties": properties}
 
 
 def _query_parameters(kind: type) -> list[dict[str, Any]]:

@@ -204,3 +204,28 @@ def test_openapi_schemas_are_those_of_the_checks(api):
     operation = document(api)["paths"]["/v1/completions"]["post"]
     assert set(operation["responses"]) == {"200", "400", "404", "413", "415", "429", "500", "503", "504"}
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+
+
+def event_schema(api, path):
+    """Return the schema of one event of a route's stream."""
+    return document(api)["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+
+
+def names(schema):
+    """Return the names of the schemas that are referred to."""
+    return {part["$ref"].rpartition("/")[2] for part in schema["anyOf"]}
+
+
+def test_openapi_stream_ends_with_done_or_has_json_as_text(api):
+    event = event_schema(api, "/v1/chat/completions")
+    assert list(event["properties"]) == event["required"] == ["data"]
+    end, text = event["properties"]["data"]["anyOf"]
+    assert end == {"const": "[DONE]"}
+    assert (text["type"], text["contentMediaType"]) == ("string", "application/json")
+    assert names(text["contentSchema"]) == {"ChatChunk", "ErrorResponse"}
+
+
+def test_openapi_stream_of_named_events_has_their_names(api):
+    event = event_schema(api, "/v1/messages")
+    assert list(event["properties"]) == event["required"] == ["event", "data"]
+    assert names(event["properties"]["data"]["contentSchema"]) >= {"MessageStart", "AnthropicErrorEvent"}
