@@ -40,6 +40,8 @@ SERVER_OPTIONS = ("--enable-sglang-api", "--enable-tokenizer-info-endpoint")
 """Options for routes that clients use and that are not served without them."""
 POOLING_OPTIONS = ("--runner", "pooling", "--hf-overrides", '{"is_matryoshka": true}')
 """Options that make an embedding model of the embedded model."""
+ADMIN_KEY = "compat-admin"
+"""Key for the control routes."""
 INSTALL_SECONDS = 1800.0
 CHECK_SECONDS = 900.0
 MAX_REASON = 200
@@ -159,6 +161,7 @@ class LocalRunner:
         self._variables = {
             "EAGLERAY_COMPAT_URL": url,
             "EAGLERAY_COMPAT_MODEL": model,
+            "EAGLERAY_COMPAT_ADMIN_KEY": ADMIN_KEY,
             "EAGLERAY_COMPAT_MODEL_DIRECTORY": str(ROOT / "eagleray/demo_model"),
             # no client may look for a model or a data set elsewhere
             "HF_HUB_OFFLINE": "1",
@@ -243,7 +246,8 @@ def serving(*options: str) -> Iterator[tuple[str, str]]:
     Raises `ChaosFailed` if the server does not start, or fails meanwhile.
     """
     with tempfile.TemporaryDirectory(prefix="eagleray-compat-") as root:
-        server = Server([*SERVER_OPTIONS, *options], Path(root), log=Path(root) / "serve.log")
+        keys = {"EAGLERAY_ADMIN_API_KEY": ADMIN_KEY}
+        server = Server([*SERVER_OPTIONS, *options], Path(root), log=Path(root) / "serve.log", env=keys)
         try:
             server.wait_until_serving()
             models = httpx.get(f"{server.url}/v1/models", timeout=30.0, trust_env=False).json()

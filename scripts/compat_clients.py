@@ -120,6 +120,7 @@ CLIENTS = (
     CompatClient("vllm_pooling_classes", VLLM_NEEDS, "vLLM's classes of pooling models", VLLM, is_pooling=True),
     CompatClient("vllm_bench", VLLM_NEEDS, "vLLM bench serve", VLLM),
     CompatClient("sglang_bench", SGLANG_NEEDS, "SGLang's benchmark", ("sglang==0.5.23",)),
+    CompatClient("guidellm_bench", ("guidellm==0.8.1", "torch==2.13.0", "transformers==5.19.0"), "guidellm"),
     CompatClient("lm_eval_tasks", ("lm-eval[api]==0.4.13", "transformers==5.19.0"), "lm-eval"),
     CompatClient("schemathesis_cases", ("schemathesis==4.32.5",), "schemathesis"),
 )

@@ -16,6 +16,8 @@ URL = os.environ["EAGLERAY_COMPAT_URL"]
 """Address of the server, without `/v1`."""
 MODEL = os.environ["EAGLERAY_COMPAT_MODEL"]
 """Name of the served model."""
+ADMIN_KEY = os.environ["EAGLERAY_COMPAT_ADMIN_KEY"]
+"""Key for the control routes; all other routes need none."""
 MODEL_DIRECTORY = os.environ["EAGLERAY_COMPAT_MODEL_DIRECTORY"]
 """Directory of its checkpoint and tokenizer."""
 COMMAND_SECONDS = 300.0
