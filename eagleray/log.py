@@ -50,12 +50,13 @@ logger = get_logger(__name__)
 
 
 def setup_process_logging(label: str, settings: LogSettings) -> None:
-    """Set up the log of a process that has no other job than `label` says.
+    """Set up the log of a process that eagleray has started, whose name in Python becomes `label` if the user has
+    configured the log.
 
-    A configuration that cannot be applied here (a directory that another host has, say) is a warning, because the
-    process serves without it.
+    A configuration that cannot be applied here, for example because this host lacks a directory, is a warning: the
+    process can serve without it.
     """
-    if settings.format == "json" or settings.config:  # Ray, which is imported later, is to print lines as they are
+    if settings.format == "json" or settings.config:  # Ray reads this when it is imported, and then changes no lines
         os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     if not has_colours(sys.stderr):
