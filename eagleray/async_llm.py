@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
@@ -94,6 +94,7 @@ class AsyncLLM:
         session_id: str | None = None,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Send a request and yield its outputs.
 
@@ -102,7 +103,7 @@ class AsyncLLM:
 
         `prompt`: see `LLM.generate`. `request_id`: unique among the requests that run; by default one is made. Requests
         of one `session_id` go to the same engine while it is up. `lora_request`: adapter that computes the request; it
-        is loaded if necessary.
+        is loaded if necessary. `trace_headers`: `traceparent` and `tracestate`, which name the parent of its span.
 
         Raises `InvalidRequest` for a wrong prompt or parameter, `RequestFailed` if the request failed, and
         `EngineFailed` if engines exit again and again.
@@ -119,6 +120,7 @@ class AsyncLLM:
             session=session_id,
             rank=data_parallel_rank,
             lora_request=lora_request,
+            trace_headers=trace_headers,
         )
         try:
             stream = await self._await(sending)

@@ -73,6 +73,7 @@ class LocalInstance:
         session: str | None = None,
         rank: int | None = None,
         adapter: Adapter | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> RequestStream:
         """Send a request, see `Client.generate`. Routed experts are reported if the option is on and the parameters do
         not turn them off."""
@@ -89,6 +90,7 @@ class LocalInstance:
                 session=session,
                 rank=rank,
                 adapter=adapter,
+                trace_headers=trace_headers,
             )
 
     def pool(

@@ -9,7 +9,7 @@ import itertools
 import operator
 import random
 import secrets
-from collections.abc import Callable, Container, Iterable, Sized
+from collections.abc import Callable, Container, Iterable, Mapping, Sized
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
@@ -71,6 +71,8 @@ class RequestOptions(TypedDict, total=False):
     """See `Client.find_adapter`."""
     origin: RequestOrigin | None
     """None: the request comes now, and from this program."""
+    trace_headers: Mapping[str, str] | None
+    """Headers that name the parent of its span, if it has no `origin`."""
 
 
 class _CommonFields(NamedTuple):
@@ -135,6 +137,7 @@ class RequestBuilder:
         rank: int | None = None,
         adapter: Adapter | None = None,
         origin: RequestOrigin | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> ClientRequest:
         """Build a request for engines that serve `engine`; see `RequestOptions`. `params` None: for the vector of a
         pooling model. Raises `InvalidRequest`."""
@@ -180,7 +183,9 @@ class RequestBuilder:
             timeout=seconds,
             session=session,
             rank=rank,
-            trace=None if self.tracer is None else self.tracer.begin(origin or make_origin(name), params, adapter),
+            trace=None
+            if self.tracer is None
+            else self.tracer.begin(origin or make_origin(name, trace_headers), params, adapter),
         )
 
     def tokenize(self, prompt: Prompt, engine: EngineInfo) -> list[int]:

@@ -30,9 +30,9 @@ class RequestOrigin(NamedTuple):
     """Path of the HTTP request; None: it did not come by HTTP."""
 
 
-def make_origin(request_id: str) -> RequestOrigin:
-    """Return the origin of a request that comes now, and of which no more is known."""
-    return RequestOrigin(request_id, time.perf_counter(), {})
+def make_origin(request_id: str, headers: Mapping[str, str] | None) -> RequestOrigin:
+    """Return the origin of a request that comes now, not by HTTP."""
+    return RequestOrigin(request_id, time.perf_counter(), headers or {})
 
 
 def open_tracer(config: Config, client_id: ClientId) -> RequestTracer | None:

@@ -147,6 +147,15 @@ def test_async_wait_for_drain_names_the_number_that_is_left(llm):
     run(work())
 
 
+def test_async_generate_trace_headers_reach_the_client(llm, monkeypatch):
+    client, sent = llm._instance.client, []
+    send = client.generate
+    monkeypatch.setattr(client, "generate", lambda *args, **options: sent.append(options) or send(*args, **options))
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    run(outputs_of(llm, "Hello", replaced(max_tokens=1), trace_headers=headers))
+    assert [options["trace_headers"] for options in sent] == [headers]
+
+
 def test_async_generate_wrong_prompt_raises_at_the_first_output(llm):
     with pytest.raises(InvalidRequest, match="empty"):
         run(outputs_of(llm, "", GREEDY))

@@ -86,7 +86,7 @@ async def test_span_of_a_request_has_parent_times_and_counts():
 async def test_span_of_a_request_that_moves_is_one_with_events():
     spans = Spans()
     async with attached(tracer=spans.tracer) as setup:
-        stream = setup.client.generate(PROMPT, PARAMS)
+        stream = setup.client.generate(PROMPT, PARAMS, trace_headers=PARENT)
         await setup.engine.send((0, FIRST))
         await setup.engine.leave("killed by SIGKILL")
         successor = await FakeEngine(setup, incarnation=1).join()
@@ -101,7 +101,7 @@ async def test_span_of_a_request_that_moves_is_one_with_events():
     assert span.attributes["gen_ai.usage.completion_tokens"] == 3
     assert span.attributes["gen_ai.latency.time_in_queue"] == 0.25
     assert span.attributes["gen_ai.request.id"] == stream.request_id
-    assert span.parent is None
+    assert f"{span.parent.span_id:016x}" in PARENT["traceparent"]
 
 
 @asynchronous
@@ -155,7 +155,7 @@ def wait_until(condition):
 
 def end_spans(tracer, count):
     for number in range(count):
-        tracer.begin(make_origin(str(number)), None, None)._span.end()
+        tracer.begin(make_origin(str(number), None), None, None)._span.end()
 
 
 def test_collector_that_is_down_is_logged_once_until_it_is_back(caplog):
