@@ -42,11 +42,10 @@ FIELD_NAMES = {"prompt": "messages"}
 
 Conversation = list[dict[str, Any]]
 
-
 Body = TypeVar("Body", bound=ChatFields)
 
 
-class ParsedConversations(ParsedRequest[Body, ChatChunk]):
+class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
     """A request to answer in one conversation or in several, with the same parameters."""
 
     response_type = ChatResponse
@@ -208,7 +207,7 @@ class ParsedConversations(ParsedRequest[Body, ChatChunk]):
         return self.service.response_role if is_new else self._conversations[generation.index][-1]["role"]
 
 
-class ParsedChat(ParsedConversations[ChatRequest]):
+class ParsedChat(AnyParsedChat[ChatRequest]):
     """A request to answer in one conversation."""
 
     path = "/v1/chat/completions"

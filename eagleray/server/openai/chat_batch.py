@@ -5,12 +5,12 @@ from __future__ import annotations
 from eagleray.errors import InvalidRequest
 from eagleray.server.body import Reasons
 from eagleray.server.generation import GenerationGroup
-from eagleray.server.openai.chat import Conversation, ParsedConversations
+from eagleray.server.openai.chat import AnyParsedChat, Conversation
 from eagleray.server.openai.requests import ChatBatchRequest
 from eagleray.server.openai.responses import ChatChoice, ChatResponse
 
 
-class ParsedChatBatch(ParsedConversations[ChatBatchRequest]):
+class ParsedChatBatch(AnyParsedChat[ChatBatchRequest]):
     """A request whose fields hold for all of its conversations."""
 
     path = "/v1/chat/completions/batch"
