@@ -93,59 +93,59 @@ class RequestTracer:
 class RequestTrace:
     """The span of a request, and what its attributes need beside the request itself."""
 
-    _span: Span
-    _origin: RequestOrigin
-    _params: SamplingParams | None
-    _model: str
+    span: Span
+    origin: RequestOrigin
+    params: SamplingParams | None
+    model: str
     """Name of the model or adapter that computes the request."""
-    _queue_time: float | None = None
+    queue_time: float | None = None
     """Seconds in the queue of the engine that sent the first output."""
-    _prefill_time: float | None = None
+    prefill_time: float | None = None
     """Seconds from the end of that queue to the first output."""
 
     def add_event(self, name: str, **attributes: str) -> None:
         """Add an event that happens now."""
-        self._span.add_event(name, attributes)
+        self.span.add_event(name, attributes)
 
     def add_first_output(self, chunk: Chunk) -> None:
         """Record the times of a chunk with the first output of an engine. Later engines do not count."""
-        if self._queue_time is None:
-            self._queue_time, self._prefill_time = chunk.queue_time, chunk.prefill_time
+        if self.queue_time is None:
+            self.queue_time, self.prefill_time = chunk.queue_time, chunk.prefill_time
 
     def end(self, request: ClientRequest) -> None:
         """End the span of the request, which has just ended."""
-        self._span.set_attributes(self._attributes(request, time.perf_counter()))
+        self.span.set_attributes(self._attributes(request, time.perf_counter()))
         if request.failure is not None:
-            self._span.set_attribute("error.type", type(request.failure).__name__)
-            self._span.set_status(StatusCode.ERROR, str(request.failure))
-        self._span.end()
+            self.span.set_attribute("error.type", type(request.failure).__name__)
+            self.span.set_status(StatusCode.ERROR, str(request.failure))
+        self.span.end()
 
     def _attributes(self, request: ClientRequest, now: float) -> dict[str, Any]:
         """Return the attributes of the span, by the names of vLLM."""
         values: dict[str, Any] = {
-            "gen_ai.request.id": self._origin.request_id,
-            "gen_ai.response.model": self._model,
+            "gen_ai.request.id": self.origin.request_id,
+            "gen_ai.response.model": self.model,
             "gen_ai.usage.prompt_tokens": len(request.prompt_token_ids),
             "gen_ai.usage.completion_tokens": sum(len(completion.token_ids) for completion in request.completions),
-            "gen_ai.latency.e2e": now - self._origin.arrival,
-            "gen_ai.latency.time_in_queue": self._queue_time,
-            "gen_ai.latency.time_in_model_prefill": self._prefill_time,
+            "gen_ai.latency.e2e": now - self.origin.arrival,
+            "gen_ai.latency.time_in_queue": self.queue_time,
+            "gen_ai.latency.time_in_model_prefill": self.prefill_time,
         }
         if reasons := [each.finish_reason.value for each in request.completions if each.finish_reason is not None]:
             values["gen_ai.response.finish_reasons"] = reasons
-        if self._params is not None:
+        if self.params is not None:
             values |= {
-                "gen_ai.request.n": self._params.n,
-                "gen_ai.request.temperature": self._params.temperature,
-                "gen_ai.request.top_p": self._params.top_p,
-                "gen_ai.request.max_tokens": self._params.max_tokens,
+                "gen_ai.request.n": self.params.n,
+                "gen_ai.request.temperature": self.params.temperature,
+                "gen_ai.request.top_p": self.params.top_p,
+                "gen_ai.request.max_tokens": self.params.max_tokens,
             }
         if request.first_token_at is not None:
             decode_time = now - request.first_token_at
             values |= {
-                "gen_ai.latency.time_to_first_token": request.first_token_at - self._origin.arrival,
+                "gen_ai.latency.time_to_first_token": request.first_token_at - self.origin.arrival,
                 "gen_ai.latency.time_in_model_decode": decode_time,
-                "gen_ai.latency.time_in_model_inference": (self._prefill_time or 0.0) + decode_time,
+                "gen_ai.latency.time_in_model_inference": (self.prefill_time or 0.0) + decode_time,
             }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -195,8 +195,8 @@ class SpanSender(SpanProcessor):
         was_full, self._is_full = self._is_full, False
         if (was_full or not is_accepted) and not self._is_dropping:
             self._is_dropping = True
-            cause = "takes fewer spans than there are" if is_accepted else "takes no spans"
-            logger.warning("traces are dropped until this is over: the collector at %s %s", self._target, cause)
+            effect = "fewer spans than there are: some" if is_accepted else "no spans: they"
+            logger.warning("the collector at %s takes %s are dropped until it takes all", self._target, effect)
         elif is_accepted and self._is_dropping and not self._spans:
             self._is_dropping = False
             logger.info("the collector at %s takes all spans again", self._target)

@@ -155,7 +155,7 @@ def wait_until(condition):
 
 def end_spans(tracer, count):
     for number in range(count):
-        tracer.begin(make_origin(str(number), None), None, None)._span.end()
+        tracer.begin(make_origin(str(number), None), None, None).span.end()
 
 
 def test_collector_that_is_down_is_logged_once_until_it_is_back(caplog):
@@ -169,7 +169,7 @@ def test_collector_that_is_down_is_logged_once_until_it_is_back(caplog):
         wait_until(lambda number=number: collector.num_spans == number)
     asyncio.run(tracer.close())
     assert [record.getMessage() for record in caplog.records] == [
-        "traces are dropped until this is over: the collector at http://nowhere takes no spans",
+        "the collector at http://nowhere takes no spans: they are dropped until it takes all",
         "the collector at http://nowhere takes all spans again",
     ]
 
@@ -184,7 +184,7 @@ def test_collector_that_is_slow_gets_a_bounded_number_of_spans(caplog, monkeypat
     asyncio.run(tracer.close())
     assert 8 <= collector.num_spans <= 11  # a batch may have been taken from the queue before it was full
     assert [record.getMessage() for record in caplog.records] == [
-        "traces are dropped until this is over: the collector at http://slow takes fewer spans than there are"
+        "the collector at http://slow takes fewer spans than there are: some are dropped until it takes all"
     ]
 
 
