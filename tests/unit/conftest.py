@@ -48,5 +48,7 @@ def visible_log() -> Iterator[None]:
     loggers[0].setLevel(logging.NOTSET)
     yield
     for logger, handlers, level, propagates in before:
+        for handler in set(logger.handlers) - set(handlers):
+            handler.close()
         logger.handlers[:], logger.propagate = handlers, propagates
         logger.setLevel(level)
