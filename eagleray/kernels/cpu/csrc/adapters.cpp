@@ -191,6 +191,15 @@ AdaptedRows<T>::AdaptedRows(const CMultiply& args, const CBatch& batch)
     : site(*args.adapters), batch(batch), is_gated(eagleray::is_gated(args.epilogue)), inner(batch.adapter_scratch) {}
 
 template <class T>
+bool AdaptedRows<T>::is_empty() const {
+  auto has_factors = [&](int32_t slot) {
+    const int32_t* ranks = site.ranks + slot * site.num_layers;
+    return std::any_of(ranks, ranks + site.num_layers, [](int32_t rank) { return rank > 0; });
+  };
+  return std::none_of(batch.adapter_slots, batch.adapter_slots + batch.num_adapter_groups, has_factors);
+}
+
+template <class T>
 void shrink(const Shard& shard, const AdaptedRows<T>& rows, const T* x, int64_t x_stride) {
   int64_t total = 0;
   for_units(rows, [&](const Unit<T>& unit) { total += unit.cost(); });
@@ -250,14 +259,10 @@ void AdaptedBlock<T>::for_pieces(int64_t panel, Visit&& visit) const {
 }
 
 template <class T>
-void AdaptedBlock<T>::prefetch(int64_t panel, int64_t part, int64_t count) const {
-  int64_t turn = part;
+void AdaptedBlock<T>::list_factors(int64_t panel, LineList& lines) const {
   for_pieces(panel, [&](const AdapterPiece<T>& piece, Span vectors, int64_t) {
-    if (turn-- != 0) return;
-    turn = count - 1;
-    const T *from = piece.b + vectors.begin * piece.vector_stride, *to = piece.b + vectors.end * piece.vector_stride;
-    for (; from < to; from += LANES * PAIR<T>) __builtin_prefetch(from, 0, 2);
-    asm volatile("");  // GCC omits functions that only prefetch
+    int64_t size = (vectors.end - vectors.begin) * piece.vector_stride * int64_t(sizeof(T));
+    lines.add(piece.b + vectors.begin * piece.vector_stride, size);
   });
 }
 

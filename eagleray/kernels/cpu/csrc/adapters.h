@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "product.h"
+#include "product_tile.h"
 
 namespace eagleray {
 
@@ -24,6 +24,9 @@ struct AdaptedRows {
   float* inner;  // [tokens with adapters, num_layers, max_rank] scale * A x, in the order of batch.adapter_tokens
 
   AdaptedRows(const CMultiply& args, const CBatch& batch);
+
+  // Whether no adapter of the batch has factors for this product.
+  bool is_empty() const;
 };
 
 // Compute the shard's part of A x. x: [num_tokens, k]
@@ -49,8 +52,8 @@ class AdaptedBlock {
  public:
   AdaptedBlock(const AdaptedRows<T>& rows, Span block);
 
-  // Prefetch the factors that `expand` reads for a panel, one of `count` parts of them.
-  void prefetch(int64_t panel, int64_t part, int64_t count) const;
+  // Add the factors that `expand` reads for a panel.
+  void list_factors(int64_t panel, LineList& lines) const;
 
   // Add B (A x) to the results of a panel, sums [rows of the block, PANEL].
   void expand(int64_t panel, float* sums) const;

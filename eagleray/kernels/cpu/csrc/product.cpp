@@ -113,6 +113,9 @@ class Block {
     int64_t count = pairs.end - pairs.begin, pace = next ? divide_up(128, num_tiles) : 0;
     Prefetch prefetch{reinterpret_cast<const char*>(next ? next : from), pace};
     if (num_tiles == 1) prefetch = {reinterpret_cast<const char*>(from) + PREFETCH_BYTES, 128};
+    LineList factors;
+    if (last && adapters) adapters->list_factors(panel, factors);
+    int64_t line_pace = (factors.count << 16) / (num_tiles * count);
 
     for (int64_t tile = 0; tile < num_tiles; tile++, prefetch.from += pace * count) {
       Span rows = rows_of(tile);
@@ -121,9 +124,12 @@ class Block {
         __builtin_prefetch(results(row, panel), 1);
         __builtin_prefetch(results(row, panel) + 64, 1);
       }
-      if (last && adapters) adapters->prefetch(panel, tile, num_tiles);
-      choose_tile<T>(rows.end - rows.begin, is_interleaved())(x + rows.begin, pairs.begin * PAIR<T>, from, count, to,
-                                                              pairs.begin > 0, prefetch);
+      auto multiply_rows = [&](auto ahead) {
+        choose_tile<T, decltype(ahead)>(rows.end - rows.begin, is_interleaved())(
+            x + rows.begin, pairs.begin * PAIR<T>, from, count, to, pairs.begin > 0, ahead);
+      };
+      if (line_pace > 0) multiply_rows(PrefetchWithLines{prefetch, factors.lines, tile * count * line_pace, line_pace});
+      else multiply_rows(prefetch);
       if (last && !adapters) finish(panel, rows, to);
     }
     if (last && adapters) {  // for all tiles together, so that the factors are read once

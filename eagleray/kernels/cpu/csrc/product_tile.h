@@ -62,6 +62,8 @@ constexpr int columns_of(int rows) {
   return columns;
 }
 
+constexpr int64_t CACHE_LINE = 64;  // bytes
+
 // Memory to prefetch during a tile: `pace` bytes, at most 128, with each pair of k.
 struct Prefetch {
   const char* from;
@@ -70,8 +72,38 @@ struct Prefetch {
 
 inline void advance(Prefetch& prefetch) {
   __builtin_prefetch(prefetch.from);
-  __builtin_prefetch(prefetch.from + 64);
+  if (prefetch.pace > CACHE_LINE) __builtin_prefetch(prefetch.from + CACHE_LINE);
   prefetch.from += prefetch.pace;
+}
+
+// Cache lines that lie in many places.
+class LineList {
+ public:
+  void add(const void* from, int64_t size) {
+    int64_t added = std::min((size + CACHE_LINE - 1) / CACHE_LINE, CAPACITY - count);
+    for (int64_t i = 0; i < added; i += GROUP)
+#pragma GCC unroll 8
+      for (int64_t j = 0; j < GROUP; j++)  // a whole vector of addresses; the next piece overwrites those beyond `added`
+        lines[count + i + j] = static_cast<const char*>(from) + (i + j) * CACHE_LINE;
+    count += added;
+  }
+
+  static constexpr int64_t CAPACITY = 1024, GROUP = 8;
+  int64_t count = 0;
+  const char* lines[CAPACITY + GROUP];
+};
+
+// Memory to prefetch during a tile, and lines that are spread over its pairs and go to the second-level cache.
+struct PrefetchWithLines {
+  Prefetch memory;
+  const char* const* lines;
+  int64_t position, pace;  // in lines / 2^16; `pace` with each pair of k
+};
+
+inline void advance(PrefetchWithLines& prefetch) {
+  advance(prefetch.memory);
+  __builtin_prefetch(prefetch.lines[prefetch.position >> 16], 0, 2);
+  prefetch.position += prefetch.pace;
 }
 
 // ---- the rows of a tile
@@ -132,9 +164,9 @@ inline void interleave(const T* const* x, int64_t rows, int64_t pairs, T* to) {
 
 // sums: [ROWS, PANEL]; if `resume`, they already hold the sums over the preceding part of k. x: the rows, read from
 // element `k` on, or one pointer to them if they are interleaved.
-template <class T, int ROWS, template <class, int> class X>
+template <class T, class Ahead, int ROWS, template <class, int> class X>
 void multiply_tile(const T* const* x, int64_t k, const T* weight, int64_t pairs, float* sums, bool resume,
-                   Prefetch prefetch) {
+                   Ahead prefetch) {
   constexpr int COLUMNS = columns_of<T>(ROWS);
   const X<T, ROWS> rows(x, k);
 
@@ -170,20 +202,20 @@ void multiply_tile(const T* const* x, int64_t k, const T* weight, int64_t pairs,
   }
 }
 
-template <class T>
-using Tile = void (*)(const T* const*, int64_t, const T*, int64_t, float*, bool, Prefetch);
+template <class T, class Ahead>
+using Tile = void (*)(const T* const*, int64_t, const T*, int64_t, float*, bool, Ahead);
 
-template <class T, template <class, int> class X, int... ROWS>
-constexpr std::array<Tile<T>, sizeof...(ROWS)> list_tiles(std::integer_sequence<int, ROWS...>) {
-  return {multiply_tile<T, ROWS + 1, X>...};
+template <class T, class Ahead, template <class, int> class X, int... ROWS>
+constexpr std::array<Tile<T, Ahead>, sizeof...(ROWS)> list_tiles(std::integer_sequence<int, ROWS...>) {
+  return {multiply_tile<T, Ahead, ROWS + 1, X>...};
 }
 
-// The function for a tile of 1 to TILE_ROWS rows.
-template <class T>
-inline Tile<T> choose_tile(int64_t rows, bool is_interleaved) {
+// The function for a tile of 1 to TILE_ROWS rows. Ahead: `Prefetch` or `PrefetchWithLines`
+template <class T, class Ahead>
+inline Tile<T, Ahead> choose_tile(int64_t rows, bool is_interleaved) {
   using Sizes = std::make_integer_sequence<int, TILE_ROWS<T>>;
-  static constexpr auto separate = list_tiles<T, SeparateRows>(Sizes{});
-  static constexpr auto interleaved = list_tiles<T, InterleavedRows>(Sizes{});
+  static constexpr auto separate = list_tiles<T, Ahead, SeparateRows>(Sizes{});
+  static constexpr auto interleaved = list_tiles<T, Ahead, InterleavedRows>(Sizes{});
   return (is_interleaved ? interleaved : separate)[rows - 1];
 }
 

@@ -2,6 +2,8 @@
 //
 // Operations name their inputs and outputs by the numbers of buffers; each run says where the buffers are. Everything
 // that depends on the batch comes with each run, everything else is in the operations.
+#include <optional>
+
 #include "adapters.h"
 #include "attention.h"
 #include "experts.h"
@@ -54,11 +56,12 @@ class Program {
   void multiply(const CMultiply& args) const {
     Product<T> product{rows<T>(args.x), stride(args.x), nullptr, num_tokens_, static_cast<const T*>(args.weight),
                        args.n, args.k, args.bias, args.epilogue, args.swiglu, rows<void>(args.out), stride(args.out)};
-    if (!args.adapters || !batch_.num_adapter_groups)
-      return team_.for_each_shard([&](Shard shard) { eagleray::multiply(shard, product); });
-    AdaptedRows<T> adapted(args, batch_);
-    product.adapters = &adapted;
-    team_.for_each_shard([&](Shard shard) { shrink(shard, adapted, product.x, product.x_stride); });
+    std::optional<AdaptedRows<T>> adapted;
+    if (args.adapters && batch_.num_adapter_groups) adapted.emplace(args, batch_);
+    if (adapted && !adapted->is_empty()) {
+      product.adapters = &*adapted;
+      team_.for_each_shard([&](Shard shard) { shrink(shard, *adapted, product.x, product.x_stride); });
+    }
     team_.for_each_shard([&](Shard shard) { eagleray::multiply(shard, product); });
   }
 
