@@ -157,6 +157,7 @@ class ControlRoutes:
         self._service = service
         self._world_sizes = {True: world_size, False: engine_world_size}
         self._liveness = ParameterDecoder(ControlParameters, service)
+        self._world_size = ParameterDecoder(WorldSizeParameters, service)
 
     def endpoints(self) -> list[Endpoint]:
         service = self._service
@@ -243,18 +244,19 @@ class ControlRoutes:
                 is_control=True,
                 get=Operation(
                     self.world_size,
-                    "The number of workers, of all engines or with `?include_dp=false` of one.",
+                    "The number of workers.",
+                    request_body=WorldSizeParameters,
+                    takes_query=True,
                     response=WorldSizeResponse,
+                    error_statuses=(400,),
                 ),
             ),
             Endpoint("/liveness", is_control=True, get=self._liveness_operation, post=self._liveness_operation),
         ]
 
     async def world_size(self, request: Request) -> Response:
-        given = request.query_params.get("include_dp", "true").lower()
-        if given not in ("true", "false", "1", "0"):
-            raise InvalidRequest("`include_dp` must be true or false", param="include_dp")
-        return json_response(WorldSizeResponse(self._world_sizes[given in ("true", "1")]))
+        parameters = await self._world_size.read(request)
+        return json_response(WorldSizeResponse(self._world_sizes[parameters.include_dp]))
 
     @property
     def _liveness_operation(self) -> Operation:
@@ -277,6 +279,10 @@ class ControlRoutes:
         except (DeadlineExceeded, EngineFailed) as error:
             raise RefusedRequest(f"a worker does not answer: {error}", ENGINE_UNRESPONSIVE) from None
         return json_response(ControlMessage(status="ok"))
+
+
+class WorldSizeParameters(msgspec.Struct):
+    include_dp: Annotated[bool, Meta(description="Whether to count the workers of all engines, or of one.")] = True
 
 
 class WorldSizeResponse(msgspec.Struct, frozen=True):

@@ -39,8 +39,9 @@ def describe(
     operations = [operation for endpoint in endpoints for operation in endpoint.operations.values()]
     types = [
         part
-        for operation in operations
-        for part in (operation.request_body, operation.response, operation.stream_event)
+        for endpoint in endpoints
+        for method, operation in endpoint.operations.items()
+        for part in (_body_type(method, operation), operation.response, operation.stream_event)
     ]
     types += [_error_body(endpoint) for endpoint in endpoints]
     types = [*dict.fromkeys(kind for kind in types if kind is not None)]
@@ -94,7 +95,7 @@ def _path_item(endpoint: Endpoint, schema_of: dict[Any, Any], needs_key: bool) -
     error_schema = schema_of[_error_body(endpoint)]
     statuses = endpoint.error_form.statuses if endpoint.error_form else {}
     for method, operation in endpoint.operations.items():
-        item[method.lower()] = described = _operation(operation, schema_of, error_schema)
+        item[method.lower()] = described = _operation(method, operation, schema_of, error_schema)
         reads_body = {415} if 413 in operation.error_statuses else set()
         for status in sorted({*operation.error_statuses, *reads_body}):
             described["responses"][str(statuses.get(status, status))] = _response(REASONS[status], error_schema)
@@ -111,7 +112,12 @@ def _path_item(endpoint: Endpoint, schema_of: dict[Any, Any], needs_key: bool) -
     return item
 
 
-def _operation(operation: Operation, schema_of: dict[Any, Any], error_schema: Any) -> dict[str, Any]:
+def _body_type(method: str, operation: Operation) -> type | None:
+    """Return the type of the body, or None if none is read: that of a GET is ignored."""
+    return None if method == "GET" else operation.request_body
+
+
+def _operation(method: str, operation: Operation, schema_of: dict[Any, Any], error_schema: Any) -> dict[str, Any]:
     success: dict[str, Any] = {"description": "Success."}
     if operation.response is not None:
         success["content"] = {"application/json": {"schema": schema_of[operation.response]}}
@@ -121,8 +127,8 @@ def _operation(operation: Operation, schema_of: dict[Any, Any], error_schema: An
         event = _event_schema(schema_of[operation.stream_event], error_schema, is_named=operation.has_named_events)
         success["content"]["text/event-stream"] = {"schema": event}
     described: dict[str, Any] = {"summary": operation.summary, "responses": {"200": success}}
-    if operation.request_body is not None:
-        schema = schema_of[operation.request_body]
+    if (body_type := _body_type(method, operation)) is not None:
+        schema = schema_of[body_type]
         if operation.body_rules is not None:
             schema = {"allOf": [schema, operation.body_rules]}
         body = {"application/json": {"schema": schema}}

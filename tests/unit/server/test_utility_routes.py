@@ -206,6 +206,13 @@ def test_openapi_schemas_are_those_of_the_checks(api):
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
 
 
+def test_openapi_get_has_parameters_and_no_body(api):
+    operation = document(api)["paths"]["/get_world_size"]["get"]
+    assert [(one["name"], one["in"]) for one in operation["parameters"]] == [("include_dp", "query")]
+    assert "requestBody" not in operation
+    assert "400" in operation["responses"]
+
+
 def event_schema(api, path):
     """Return the schema of one event of a route's stream."""
     return document(api)["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
