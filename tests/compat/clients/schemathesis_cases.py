@@ -67,9 +67,8 @@ def run_cases(included: str = "", excluded: str = EXCLUDED) -> None:
     expect("Test cases" in output, "no cases were run:", output[-200:])
 
 
-for name, paths in GROUPS.items():
-    check(name)(functools.partial(run_cases, paths))
-check("other routes")(functools.partial(run_cases, excluded="|".join([EXCLUDED, *GROUPS.values()])))
-
 if __name__ == "__main__":
+    for name, paths in GROUPS.items():
+        check(name)(functools.partial(run_cases, paths))
+    check("other routes")(functools.partial(run_cases, excluded="|".join([EXCLUDED, *GROUPS.values()])))
     run_checks()
