@@ -1,4 +1,4 @@
-"""guidellm with the routes for texts, chats and responses: one request after the other, together, and at a rate."""
+"""guidellm with the routes for texts, chats and responses: streams and whole answers, at a rate, and in two turns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """schemathesis: cases made from /openapi.json; no 5xx, and answers as the document says, for each group of routes.
 
-The control routes are called with the admin key, except those after which the instance serves no requests for a while.
+The control routes are called with the admin key, except those after which the instance waits for another call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GROUPS = {
 }
 """Name of each group of routes → pattern of their paths."""
 EXCLUDED = "^/(pause|sleep|release_|init_|start_weight_update|begin_weight_update|update_weights)"
-"""Control routes after which the instance waits for another call."""
+"""Pattern of the paths of those control routes."""
 CONFIGURATION = """
 hooks = "hooks"
 
@@ -54,7 +54,7 @@ def before_call(context, case, kwargs):
 
 
 def run_cases(included: str = "", excluded: str = EXCLUDED) -> None:
-    """Run the cases of the routes whose paths match a pattern and not the other. Raises `RuntimeError` if one fails."""
+    """Run the cases of routes whose paths match a pattern and not the other. Raises `RuntimeError` if a case fails."""
     Path("schemathesis.toml").write_text(CONFIGURATION)
     Path("hooks.py").write_text(HOOKS)
     output = run_module(
