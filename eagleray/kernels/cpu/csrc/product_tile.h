@@ -81,9 +81,9 @@ class LineList {
  public:
   void add(const void* from, int64_t size) {
     int64_t added = std::min((size + CACHE_LINE - 1) / CACHE_LINE, CAPACITY - count);
-    for (int64_t i = 0; i < added; i += GROUP)
+    for (int64_t i = 0; i < added; i += GROUP)  // whole vectors of addresses; those beyond `added` do not count
 #pragma GCC unroll 8
-      for (int64_t j = 0; j < GROUP; j++)  // a whole vector of addresses; the next piece overwrites those beyond `added`
+      for (int64_t j = 0; j < GROUP; j++)
         lines[count + i + j] = static_cast<const char*>(from) + (i + j) * CACHE_LINE;
     count += added;
   }
