@@ -245,7 +245,7 @@ class Reasons:
 
 
 class RefusedBody(InvalidFields):
-    """A body some of whose fields are refused. `rest`: the others, if they can be read."""
+    """A body some of whose fields are refused or wrong. `rest`: the others, or None without a required one."""
 
     def __init__(self, reasons: Sequence[InvalidRequest], rest: Any) -> None:
         super().__init__(reasons)

@@ -84,7 +84,7 @@ class Reading(NamedTuple, Generic[T]):
     """Result of reading one body."""
 
     body: T | None
-    """The body without the fields that are refused; None if the rest is wrong too."""
+    """The body without the fields that are refused or wrong; None if a required field is wrong or missing."""
     ignored: IgnoredFields
     reasons: list[InvalidRequest]
 
@@ -141,19 +141,24 @@ class _FieldReader:
         return [*unsupported, *self._wrong]
 
     def read_struct(self, kind: type[Any], fields: Mapping[str, Any], prefix: str) -> Any:
-        """Return the struct, or None if a field of it is wrong or missing."""
+        """Return the struct without its wrong fields, or None if a required field is wrong or missing."""
         types = field_types(kind)
         known = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-        values, num_wrong = {}, len(self._wrong)
+        values = {}
         for name, value in fields.items():
             if name in known:
-                field = known[name]
-                values[field.name] = self._convert(value, types[name], field.type, prefix + name)
+                num_wrong = len(self._wrong)
+                converted = self._convert(value, types[name], known[name].type, prefix + name)
+                if len(self._wrong) == num_wrong:
+                    values[name] = converted
             elif value is not None:
                 self._drop(prefix + name, value, fields)
-        missing = [name for name, field in known.items() if field.required and name not in fields]
+        required = {name for name, field in known.items() if field.required}
+        missing = [name for name in known if name in required - fields.keys()]
         self._wrong += [InvalidRequest(f"`{prefix}{name}` is missing", param=prefix + name) for name in missing]
-        return kind(**values) if len(self._wrong) == num_wrong else None
+        if required - values.keys():
+            return None
+        return kind(**{known[name].name: value for name, value in values.items()})
 
     def _convert(self, value: Any, kind: inspect.Type, annotation: Any, path: str) -> Any:
         struct = _struct_of(kind)

@@ -137,7 +137,7 @@ def test_request_types_are_converted(api):
         ({"stream_options": {"include_usage": True}}, ["stream_options"], ["only for requests with `stream` true"]),
         ({"max_tokens": 0, "temperature": -1, "tpo_p": 1}, ["max_tokens", "temperature"], []),
         ({"n": "two", "seed": {}}, ["n", "seed"], ["expected `int"]),
-        ({"n": "two", "temperature": -1, "max_tokens": 0}, ["n"], []),
+        ({"n": "two", "temperature": -1, "max_tokens": 0}, ["n", "max_tokens", "temperature"], []),
         ({"n_predict": 5}, ["n_predict"], ["call it `max_tokens`"]),
         ({"repeat_penalty": 1.2, "min_p": 2}, ["repeat_penalty", "min_p"], ["call it `repetition_penalty`"]),
         ({"xtc_probability": 0.5, "dry_multiplier": 0.8}, ["xtc_probability", "dry_multiplier"], []),
@@ -181,6 +181,13 @@ def test_request_for_tool_calls_is_told_that_they_are_missing(api, client):
     assert (error["param"], error["code"], error["type"]) == ("tools", "unsupported_parameter", "invalid_request_error")
     if "tool_choice" in CLIENTS[client]:
         assert "`tools`, `tool_choice`" in error["message"]
+
+
+def test_request_for_tool_calls_with_a_field_of_a_wrong_type_names_both(api):
+    error = api.post(CHAT, MINIMAL[CHAT] | {"tools": [TOOL], "max_tokens": "many"}).json()["error"]
+    assert error["message"].startswith("this server does not support tool calls (`tools`"), error
+    assert "; and `max_tokens`: expected `int" in error["message"]
+    assert error["code"] == "unsupported_parameter"
 
 
 def test_request_for_a_json_schema_gets_the_text_that_langchain_looks_for(api):
