@@ -51,6 +51,9 @@ IGNORED_FIELDS = "ignored_fields"
 LARGE_BODY_BYTES = 2**20
 """Size from which on the values of a body are counted before it is decoded."""
 
+MAX_CONVERTED_VALUES = 2**16
+"""Number of values of a body up to which those in lists and objects are converted, which takes microseconds each."""
+
 MAX_LENGTH_DIGITS = 20
 """Digits of a Content-Length that are read: a number with more is too large in any case."""
 
@@ -152,7 +155,7 @@ class BodyDecoder(Generic[T]):
                 fields = _object(msgspec.json.decode(body))
             else:
                 fields, unknown = self._lenient.known_fields(body)
-        reading = self._lenient.read(fields, unknown)
+        reading = self._lenient.read(fields, unknown, converts_items=body.count(b",") <= MAX_CONVERTED_VALUES)
         if reading.ignored and state is not None:
             self._ignored_log.note(reading.ignored.names)
             state[IGNORED_FIELDS] = reading.ignored.header

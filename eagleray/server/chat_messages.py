@@ -127,7 +127,8 @@ def check_template_fields(service: Service, fields: TemplateFields) -> None:
 def check_no_calls(tools: Any, tool_choice: Any, given: Mapping[str, Any]) -> None:
     """Raise `UnsupportedParameter` unless the answer is a text for certain. `given`: the fields about tools by name."""
     if tool_choice != "none" and (tools or tool_choice not in (None, "auto")):
-        raise unsupported_feature(TOOL_CALLS, [name for name, value in given.items() if value not in (None, [])])
+        names = [name for name, value in given.items() if value not in (None, [])]
+        raise unsupported_feature(TOOL_CALLS, names or ["tool_choice"])
 
 
 async def render_chat(service: Service, messages: list[dict[str, Any]], fields: TemplateFields) -> str:

@@ -31,7 +31,7 @@ def coerce(value: Any, kind: inspect.Type) -> Any:
     if isinstance(kind, inspect.UnionType):
         return _coerce_union(value, kind.types)
     if isinstance(kind, inspect.ListType) and isinstance(value, list):
-        return _coerce_items(value, kind.item_type)
+        return [coerce(item, kind.item_type) for item in value]
     if isinstance(kind, inspect.DictType) and isinstance(value, dict):
         return {key: coerce(item, kind.value_type) for key, item in value.items()}
     if isinstance(kind, inspect.IntType):
@@ -74,18 +74,6 @@ def _takes(kind: inspect.Type, value: Any) -> bool:
             return isinstance(value, dict)
         case _:
             return False
-
-
-def _coerce_items(values: list[Any], kind: inspect.Type) -> list[Any]:
-    """Convert a list's items. A list of plain numbers, which may have a million, is looked at once."""
-    item_kinds = set(map(type, values))
-    if (item_kinds == {int} and _takes_anywhere(kind, int)) or (item_kinds == {str} and _takes_anywhere(kind, str)):
-        return values
-    return [coerce(value, kind) for value in values]
-
-
-def _takes_anywhere(kind: inspect.Type, python_type: type) -> bool:
-    return any(_takes(one, python_type()) for one in alternatives(kind))
 
 
 def alternatives(kind: inspect.Type) -> tuple[inspect.Type, ...]:

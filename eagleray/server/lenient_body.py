@@ -115,9 +115,10 @@ class LenientReader(Generic[T]):
         fields = msgspec.structs.asdict(found)
         return {name: value for name, value in fields.items() if value is not UNSET}, unknown
 
-    def read(self, fields: Mapping[str, Any], unknown: str | None = None) -> Reading[T]:
-        """Read the fields of a body. `unknown`: name of the first field that `known_fields` skipped, if any."""
-        reading = _FieldReader(self._fates, self._explain)
+    def read(self, fields: Mapping[str, Any], unknown: str | None, *, converts_items: bool) -> Reading[T]:
+        """Read the fields of a body. `unknown`: name of the first field that `known_fields` skipped, if any.
+        `converts_items`: whether the values in lists and objects are converted, too."""
+        reading = _FieldReader(self._fates, self._explain, converts_items=converts_items)
         body = reading.read_struct(self._kind, fields, "")
         if unknown is not None:
             reading.ignored.add(unknown)
@@ -128,8 +129,9 @@ class LenientReader(Generic[T]):
 class _FieldReader:
     """Reads the fields of one body."""
 
-    def __init__(self, fates: Mapping[str, Fate], explain: Explain) -> None:
+    def __init__(self, fates: Mapping[str, Fate], explain: Explain, *, converts_items: bool) -> None:
         self.ignored = IgnoredFields()
+        self._converts_items = converts_items
         self._fates = fates
         self._explain = explain
         self._wrong: list[InvalidRequest] = []
@@ -164,10 +166,17 @@ class _FieldReader:
         struct = _struct_of(kind)
         if struct is not None and isinstance(value, dict):
             return self.read_struct(struct, value, f"{path}.")
+        converts = self._converts_items or not isinstance(value, list | dict)
         try:
+            try:
+                return msgspec.convert(value, annotation, str_keys=True)
+            except msgspec.ValidationError:
+                if not converts:
+                    raise
             return msgspec.convert(coerce(value, kind), annotation, str_keys=True)
         except msgspec.ValidationError as error:
-            self._wrong.append(_wrong_entry(value, kind, path) or self._explain(str(error), path))
+            entry = _wrong_entry(value, kind, path) if converts else None
+            self._wrong.append(entry or self._explain(str(error), path))
         except RecursionError:
             self._wrong.append(InvalidRequest(f"`{path}` is nested too deeply", param=path))
         return None

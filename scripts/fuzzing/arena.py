@@ -20,6 +20,7 @@ MESSAGES_PATH = "/v1/messages"
 MESSAGES_ERROR_FIELDS = {"message": str, "type": str}
 MESSAGES_TYPES = (
     "invalid_request_error",
+    "not_found_error",
     "request_too_large",
     "rate_limit_error",
     "api_error",

@@ -49,12 +49,20 @@ def maker() -> BodyMaker:
         [CompletionRequest], ref_template="#/components/schemas/{name}"
     )
     operation = {"requestBody": {"content": {"application/json": {"schema": schema}}}}
-    return BodyMaker({"paths": {"/v1/completions": {"post": operation}}, "components": {"schemas": components}})
+    control = {**operation, "responses": {"403": {}}}
+    paths = {"/v1/completions": {"post": operation}, "/pause": {"post": control}}
+    return BodyMaker({"paths": paths, "components": {"schemas": components}})
 
 
 def test_body_maker_same_seed_gives_the_same_bodies():
     made = [[maker().make(random.Random(f"{seed}")) for seed in range(30)] for _ in range(2)]
     assert made[0] == made[1]
+
+
+def test_body_maker_makes_no_bodies_for_control_routes():
+    bodies = maker()
+    assert bodies.operations.keys() == {"/v1/completions", "/pause"}
+    assert {bodies.make(random.Random(f"{seed}"))[0] for seed in range(50)} == {"/v1/completions"}
 
 
 def test_body_maker_nothing_hostile_fits_the_schema():

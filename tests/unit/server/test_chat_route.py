@@ -212,6 +212,7 @@ def test_chat_long_conversation_is_tokenized_like_a_short_one(api):
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": ""}, "tool_choice"),
+        ({"tool_choice": []}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),

@@ -83,8 +83,3 @@ def test_coerce_nan_of_a_text_is_a_float():
 def test_coerce_long_texts_are_not_read_as_numbers():
     assert coerce("9" * 100_000, inspect.type_info(int)) == "9" * 100_000
     assert coerce("9" * 100_000, inspect.type_info(float)) == "9" * 100_000
-
-
-def test_coerce_long_lists_of_plain_items_are_the_same_object():
-    prompt = list(range(1000))
-    assert coerce(prompt, inspect.type_info(str | list[str | int | list[int]])) is prompt
