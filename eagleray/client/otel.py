@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry for requests, sent to a collector by a thread of its own, so that no request waits for it.
+"""Spans of OpenTelemetry for requests, sent to a collector by a thread of the SDK, so that no request waits for it.
 
 Imported only if the option `otlp_traces_endpoint` is set. The client owns the tracer, and each request its span.
 """
@@ -10,17 +10,18 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from eagleray.config.traces import TRACES_PROTOCOL, traces_protocol
+from eagleray.errors import ConfigError
 from eagleray.log import get_logger
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.outputs import Chunk
@@ -35,9 +36,6 @@ logger = get_logger(__name__)
 SPAN_NAME = "llm_request"
 PROPAGATOR = TraceContextTextMapPropagator()
 
-MAX_QUEUED_SPANS = 4096
-MAX_BATCH_SPANS = 512
-SEND_INTERVAL_SECONDS = 1.0
 CLOSE_POLL_SECONDS = 0.02
 FLUSH_SECONDS = 3.0
 """Time in which the last spans are sent when the client is closed."""
@@ -48,31 +46,27 @@ class RequestTracer:
 
     def __init__(self, exporter: SpanExporter, *, target: str, label: str, model: str) -> None:
         self._model = model
-        self._sender = SpanSender(exporter, target)
+        self._target = target
         resource = Resource({"service.name": "eagleray", "service.instance.id": label, "process.pid": os.getpid()})
-        provider = TracerProvider(
+        self._provider = TracerProvider(
             resource=resource.merge(OTELResourceDetector().detect()),  # variables such as OTEL_SERVICE_NAME
-            shutdown_on_exit=False,
+            shutdown_on_exit=False,  # `close` does that, and takes less time
         )
-        provider.add_span_processor(self._sender)
-        self._tracer = provider.get_tracer("eagleray")
+        self._provider.add_span_processor(BatchSpanProcessor(WatchedExporter(exporter, target)))
+        self._tracer = self._provider.get_tracer("eagleray")
 
     @classmethod
     def open(cls, endpoint: str, *, label: str, model: str) -> RequestTracer:
-        """Return a tracer that sends to `endpoint` by the protocol that the environment names."""
+        """Return a tracer that sends to `endpoint` by the protocol that the environment names. Raises `ConfigError` for
+        variables of OpenTelemetry that cannot be used."""
         protocol = traces_protocol()
         # Without handlers of the program, warnings of the library would get around the format of the log.
         logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
-        exporter: SpanExporter
-        if protocol == "grpc":
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-
-            exporter = GrpcExporter(endpoint, insecure=not endpoint.startswith("https://"))
-        else:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-
-            exporter = HttpExporter(endpoint)
-        return cls(exporter, target=f"{endpoint} ({TRACES_PROTOCOL}={protocol})", label=label, model=model)
+        try:
+            exporter = _open_exporter(endpoint, protocol)
+            return cls(exporter, target=f"{endpoint} ({TRACES_PROTOCOL}={protocol})", label=label, model=model)
+        except ValueError as error:
+            raise ConfigError(f"option `otlp_traces_endpoint`: variables of OpenTelemetry (OTEL_*): {error}") from None
 
     def begin(self, origin: RequestOrigin, params: SamplingParams | None, adapter: Adapter | None) -> RequestTrace:
         """Begin the span of a request. `params` None: for a vector."""
@@ -86,7 +80,14 @@ class RequestTracer:
 
     async def close(self) -> None:
         """Send the last spans, for `FLUSH_SECONDS` at most."""
-        await self._sender.close()
+        # `shutdown` may take 30 s and cannot be cut short: its thread continues, but does not keep the process alive.
+        thread = threading.Thread(target=self._provider.shutdown, name="eagleray-traces", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + FLUSH_SECONDS
+        while thread.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(CLOSE_POLL_SECONDS)
+        if thread.is_alive():
+            logger.warning("the collector at %s has not taken the last spans: they are dropped", self._target)
 
 
 @dataclass(slots=True)
@@ -150,53 +151,38 @@ class RequestTrace:
         return {name: value for name, value in values.items() if value is not None}
 
 
-class SpanSender(SpanProcessor):
-    """Sends spans in batches. They are dropped while the collector refuses them, and while too many of them wait.
-    `target` names the collector in the log."""
+class WatchedExporter(SpanExporter):
+    """Exporter that logs when the collector starts to refuse spans and when it takes them again. `target` names the
+    collector in the log."""
 
     def __init__(self, exporter: SpanExporter, target: str) -> None:
         self._exporter = exporter
         self._target = target
-        self._spans: deque[ReadableSpan] = deque()
-        self._is_full = False
-        """Whether a span found no place since the last batch."""
-        self._is_dropping = False
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="eagleray-traces", daemon=True)
-        self._thread.start()
+        self._is_refused = False
 
-    def on_end(self, span: ReadableSpan) -> None:
-        if len(self._spans) < MAX_QUEUED_SPANS:
-            self._spans.append(span)
-        else:
-            self._is_full = True
-
-    async def close(self) -> None:
-        """Wait until all spans have been sent, for `FLUSH_SECONDS` at most."""
-        self._closing.set()
-        deadline = time.monotonic() + FLUSH_SECONDS
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            await asyncio.sleep(CLOSE_POLL_SECONDS)
-        self._exporter.shutdown()  # ends the attempts to send
-
-    def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            is_last = self._closing.wait(SEND_INTERVAL_SECONDS)
-            while self._spans:
-                self._send([self._spans.popleft() for _ in range(min(len(self._spans), MAX_BATCH_SPANS))])
-
-    def _send(self, spans: list[ReadableSpan]) -> None:
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         try:
-            is_accepted = self._exporter.export(spans) is SpanExportResult.SUCCESS
+            result = self._exporter.export(spans)
         except Exception:
             logger.debug("spans could not be sent", exc_info=True)
-            is_accepted = False
-        was_full, self._is_full = self._is_full, False
-        if (was_full or not is_accepted) and not self._is_dropping:
-            self._is_dropping = True
-            effect = "fewer spans than there are: some" if is_accepted else "no spans: they"
-            logger.warning("the collector at %s takes %s are dropped until it takes all", self._target, effect)
-        elif is_accepted and self._is_dropping and not self._spans:
-            self._is_dropping = False
-            logger.info("the collector at %s takes all spans again", self._target)
+            result = SpanExportResult.FAILURE
+        was_refused, self._is_refused = self._is_refused, result is not SpanExportResult.SUCCESS
+        if self._is_refused and not was_refused:
+            logger.warning("the collector at %s takes no spans: they are dropped until it does", self._target)
+        elif was_refused and not self._is_refused:
+            logger.info("the collector at %s takes spans again", self._target)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+def _open_exporter(endpoint: str, protocol: str) -> SpanExporter:
+    """Return the exporter of a protocol. Only its package is imported."""
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        return GrpcExporter(endpoint, insecure=not endpoint.startswith("https://"))
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+    return HttpExporter(endpoint)

@@ -17,7 +17,7 @@ from eagleray.client import otel
 from eagleray.client.otel import RequestTracer
 from eagleray.client.preprocess import Prompt
 from eagleray.client.tracing import RequestOrigin, make_origin
-from eagleray.errors import DeadlineExceeded
+from eagleray.errors import ConfigError, DeadlineExceeded
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
@@ -31,7 +31,7 @@ LAST = {"token_ids": [9], "finish_reason": FinishReason.LENGTH}
 
 @pytest.fixture(autouse=True)
 def _short_interval(monkeypatch):
-    monkeypatch.setattr(otel, "SEND_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
 
 
 class Spans:
@@ -143,7 +143,6 @@ class Collector:
 
     def shutdown(self):
         self.is_shut_down = True
-        self.may_answer.set()
 
 
 def wait_until(condition):
@@ -169,30 +168,39 @@ def test_collector_that_is_down_is_logged_once_until_it_is_back(caplog):
         wait_until(lambda number=number: collector.num_spans == number)
     asyncio.run(tracer.close())
     assert [record.getMessage() for record in caplog.records] == [
-        "the collector at http://nowhere takes no spans: they are dropped until it takes all",
-        "the collector at http://nowhere takes all spans again",
+        "the collector at http://nowhere takes no spans: they are dropped until it does",
+        "the collector at http://nowhere takes spans again",
     ]
 
 
 def test_collector_that_is_slow_gets_a_bounded_number_of_spans(caplog, monkeypatch):
-    monkeypatch.setattr(otel, "MAX_QUEUED_SPANS", 8)
-    monkeypatch.setattr(otel, "MAX_BATCH_SPANS", 3)
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "3")
     collector = Collector()
     tracer = RequestTracer(collector, target="http://slow", label="client-0", model="tiny")
     end_spans(tracer, 100)  # blocks for none of them, although the collector answers none
     collector.may_answer.set()
     asyncio.run(tracer.close())
     assert 8 <= collector.num_spans <= 11  # a batch may have been taken from the queue before it was full
-    assert [record.getMessage() for record in caplog.records] == [
-        "the collector at http://slow takes fewer spans than there are: some are dropped until it takes all"
-    ]
 
 
-def test_close_collector_that_does_not_answer_ends(monkeypatch):
+def test_close_collector_that_does_not_answer_ends(caplog, monkeypatch):
     monkeypatch.setattr(otel, "FLUSH_SECONDS", 0.05)
     collector = Collector()
+    before = threading.enumerate()
     tracer = RequestTracer(collector, target="http://stuck", label="client-0", model="tiny")
     end_spans(tracer, 1)
     asyncio.run(tracer.close())
-    assert collector.is_shut_down
-    wait_until(lambda: collector.num_spans == 1)  # the thread has ended its wait
+    assert [record.getMessage() for record in caplog.records] == [
+        "the collector at http://stuck has not taken the last spans: they are dropped"
+    ]
+    assert {thread.daemon for thread in threading.enumerate() if thread not in before} == {True}
+    assert not collector.is_shut_down
+    collector.may_answer.set()
+    wait_until(lambda: collector.is_shut_down)  # the threads have ended
+
+
+def test_open_variable_that_cannot_be_used_is_refused(monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")
+    with pytest.raises(ConfigError, match=r"variables of OpenTelemetry \(OTEL_\*\): max_export_batch_size must"):
+        RequestTracer.open("http://localhost:4317", label="client-0", model="tiny")

@@ -28,6 +28,7 @@ FOREIGN = {
     *("sleep_for_weight_sync", "wake_for_weight_sync"),  # SkyRL's
     *("VLLMClient", "WeightTransferClient"),  # TRL's
     *("utils/client.py", "maybe_check_has_model", "prefill_logprobs"),  # prime-rl's
+    *("OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_SCHEDULE_DELAY"),  # OpenTelemetry's
     *("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_SERVICE_NAME", "OTEL_TRACES_SAMPLER"),  # OpenTelemetry's
     *("gen_ai.request.id", "gen_ai.response.finish_reasons"),  # attributes of its spans
     *("gen_ai.latency.e2e", "gen_ai.latency.time_in_queue", "gen_ai.latency.time_to_first_token"),
