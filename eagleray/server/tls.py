@@ -110,19 +110,22 @@ async def open_certificates(options: ServingConfig) -> Certificates:
 
 def _check_dates(context: ssl.SSLContext, certfile: str) -> None:
     """Warn if clients refuse the certificate of a context because of its dates. Its file is `certfile`."""
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trusts the certificate itself
-    client.load_verify_locations(Path(certfile).expanduser())
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname = False
+    trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trusts the certificate itself
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [client.wrap_bio(to_client, to_server), context.wrap_bio(to_server, to_client, server_side=True)]
     try:
-        for end in (*ends, *ends):  # as far as the client's check
+        trusting.load_verify_locations(Path(certfile).expanduser())
+        client = trusting.wrap_bio(to_client, to_server)
+        server = context.wrap_bio(to_server, to_client, server_side=True)
+        for end in (client, server, client):  # as far as the client's check
             with contextlib.suppress(ssl.SSLWantReadError):
                 end.do_handshake()
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in DATE_ERRORS:
             logger.warning("option `ssl_certfile`: clients refuse %r: %s", certfile, error.verify_message)
+    except OSError as error:  # such as SSLError, for a file that has changed since
+        logger.debug("the dates of %r were not checked: %s", certfile, error)
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:

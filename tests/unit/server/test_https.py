@@ -108,6 +108,8 @@ def test_certificates_that_have_expired_are_used_with_a_warning(files, tmp_path,
     (warning,) = caplog.records
     assert "clients refuse" in warning.message and warning.message.endswith("expired.pem': certificate has expired")
     load_tls(used, warns=True)
+    demanding = {"ssl_ca_certs": str(files / "b.pem"), "ssl_cert_reqs": 2}
+    load_tls(options_of(files, "a.pem", "a.key", **demanding), warns=True)
     certificates = Certificates(used)
     assert len(caplog.records) == 1
     install(files, "expired", tmp_path)
