@@ -7,6 +7,7 @@ from pathlib import Path
 from eagleray.client.text.chat_template import read_template
 from eagleray.config.resolve import max_model_len
 from eagleray.config.sections import ModelConfig
+from eagleray.errors import CheckpointError
 from eagleray.hub.model_json import config_file, read_config
 from eagleray.hub.prepare import prepare_model
 from eagleray.models.config_file import ConfigFile
@@ -19,8 +20,11 @@ def checked_model(model: ModelConfig) -> ModelConfig:
     if model.chat_template is not None:  # before a download
         read_template(Path(model.chat_template).expanduser())
     model = prepare_model(model)
-    path = config_file(model)
-    length = stated_length(ConfigFile(path, read_config(model), is_changed=bool(model.hf_overrides)))
+    config = ConfigFile(config_file(model), read_config(model))
+    try:
+        length = stated_length(config)
+    except CheckpointError:  # the engine names an architecture that is not supported before it reads other fields
+        length = None
     if length is not None:
-        max_model_len(model, length, path)
+        max_model_len(model, length, config.path)
     return model

@@ -48,12 +48,19 @@ def test_checked_model_length_counts_overrides(directory):
     write_config(directory, max_position_embeddings=1000)
     overrides = {"rope_scaling": YARN}
     checked_model(ModelConfig(model=str(directory), max_model_len=4000, hf_overrides=overrides))
-    with pytest.raises(CheckpointError, match="with `hf_overrides`: the rope type 'none' is not supported"):
-        checked_model(ModelConfig(model=str(directory), hf_overrides={"rope_scaling": {"type": "none"}}))
 
 
-def test_checked_model_length_of_the_family_is_left_to_the_engine(directory):
-    write_config(directory)
+def test_checked_model_damaged_config_is_refused(directory):
+    (directory / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read as JSON"):
+        checked_model(ModelConfig(model=str(directory)))
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"max_position_embeddings": 1000, "partial_rotary_factor": 0.5}, {"max_position_embeddings": "x"}]
+)
+def test_checked_model_length_that_the_files_do_not_say_is_left_to_the_engine(fields, directory):
+    write_config(directory, **fields)
     assert checked_model(ModelConfig(model=str(directory), max_model_len=10**6)).max_model_len == 10**6
 
 
