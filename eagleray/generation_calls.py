@@ -172,9 +172,14 @@ class GenerationCalls:
 
 
 def as_params(given: OneParams) -> SamplingParams:
-    """Return parameters that may be a dictionary. Raises `InvalidRequest` for names that do not exist."""
-    if not isinstance(given, Mapping):
+    """Return parameters that may be a dictionary. Raises `InvalidRequest` for others, and for names that do not exist."""
+    if isinstance(given, SamplingParams):
         return given
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(
+            f"sampling parameters are a `SamplingParams`, or a dictionary of its fields, but got {type(given).__name__}",
+            param="sampling_params",
+        )
     if unknown := given.keys() - SamplingParams.__struct_fields__:
         raise InvalidRequest(f"sampling parameters have no field {sorted(unknown)[0]!r}", param="sampling_params")
     return SamplingParams(**given)

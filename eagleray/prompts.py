@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from eagleray.client.preprocess import Prompt
@@ -43,7 +43,7 @@ class ParsedPrompt(NamedTuple):
 
 
 def parse_prompt(prompt: PromptLike) -> ParsedPrompt:
-    """Raise `InvalidRequest` for a field that prompts do not have, unless it is None."""
+    """Raise `InvalidRequest` for what is no prompt, and for a field that prompts do not have, unless it is None."""
     match prompt:
         case str():
             return ParsedPrompt(Prompt(text=prompt), "")
@@ -51,10 +51,19 @@ def parse_prompt(prompt: PromptLike) -> ParsedPrompt:
             if unknown := {name for name, value in prompt.items() if value is not None} - PROMPT_FIELDS:
                 raise InvalidRequest(f"a prompt has no field {sorted(unknown)[0]!r}", param="prompt")
             ids = prompt.get("prompt_token_ids")
-            parsed = Prompt(prompt.get("prompt"), None if ids is None else list(ids))
+            parsed = Prompt(prompt.get("prompt"), None if ids is None else _token_ids(ids))
             return ParsedPrompt(parsed, prompt.get("cache_salt") or "")
         case _:
-            return ParsedPrompt(Prompt(token_ids=list(prompt)), "")
+            return ParsedPrompt(Prompt(token_ids=_token_ids(prompt)), "")
+
+
+def _token_ids(ids: Any) -> list[int]:
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        raise InvalidRequest(
+            f"a prompt is a text, a list of token ids, or a dictionary with one of them, but got {type(ids).__name__}",
+            param="prompt",
+        )
+    return list(ids)
 
 
 def as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> Sequence[PromptLike]:

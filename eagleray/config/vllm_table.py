@@ -211,10 +211,10 @@ REFUSED = {
     "not supported: all models are eagleray's own": "model_impl",
     "not supported: checkpoints are in Hugging Face format": "config_format",
     "not supported: tokenizer.json is read by `tokenizers`": "tokenizer_mode",
-    "not supported: change `rope_scaling` in config.json": "rope_scaling",
-    "not supported: change `rope_theta` in config.json": "rope_theta",
+    "not supported: `hf_overrides` changes this and other fields of config.json": "rope_scaling rope_theta",
     "not supported: use `device`": "device_config",
-    "not supported: the model generates text": "task diffusion_config",
+    "not supported: use `runner` and `convert`": "task",
+    "not supported: no supported model generates by diffusion": "diffusion_config",
     "not supported: requests have no images, sound or video": (
         "limit_mm_per_prompt enable_mm_embeds media_io_kwargs mm_processor_kwargs mm_encoder_only"
         " ec_transfer_config default_mm_loras enable_tower_connector_lora"

@@ -260,7 +260,7 @@ def _explaining_failures(text: Any) -> Iterator[None]:
         yield
     except TypeError:
         if not isinstance(text, str):
-            raise InvalidRequest(f"a text is needed, but this is a {type(text).__name__}", param="prompt") from None
+            raise InvalidRequest(f"a text is needed, but got {type(text).__name__}", param="prompt") from None
         raise InvalidRequest(
             "the text is not valid Unicode: it has half of a surrogate pair, which no token stands for",
             param="prompt",

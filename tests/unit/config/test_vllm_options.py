@@ -84,7 +84,7 @@ def test_vllm_table_sentences_name_options_that_exist():
         if isinstance(fate, NoEffect | Refused):
             named = set(re.findall(r"`([a-z_0-9]+)`", fate.reason))
             fields = {*SamplingParams.__struct_fields__, "usage", "prompt_tokens_details"}
-            of_files = {"architectures", "rope_scaling", "rope_theta", "tokenizers"}
+            of_files = {"architectures", "tokenizers"}
             assert named - fields - of_files <= OWN.keys() | TABLE.keys()
 
 
@@ -187,6 +187,8 @@ def test_translate_option_of_vllm_becomes_ours(given, options):
         ({"distributed_executor_backend": "mpi"}, "must be one of mp, ray, uni"),
         ({"model_impl": "transformers"}, "`model_impl` is not supported: all models are eagleray's own"),
         ({"nnodes": 2}, "Ray places engines on several nodes"),
+        ({"rope_scaling": {"factor": 2}}, "`hf_overrides` changes this"),
+        ({"task": "embed"}, "use `runner` and `convert`"),
         ({"cpu_offload_gb": 4}, "use more devices"),
         ({"limit_mm_per_prompt": {"image": 1}}, "no images"),
         ({"headless": "true"}, "Ray places engines"),
