@@ -172,12 +172,12 @@ class GenerationCalls:
 
 
 def as_params(given: OneParams) -> SamplingParams:
-    """Return parameters that may be a dictionary. Raises `InvalidRequest` for others, and for names that do not exist."""
+    """Return parameters that may be a dictionary. Raises `InvalidRequest` for other types and unknown names."""
     if isinstance(given, SamplingParams):
         return given
     if not isinstance(given, Mapping):
         raise InvalidRequest(
-            f"sampling parameters are a `SamplingParams`, or a dictionary of its fields, but got {type(given).__name__}",
+            f"sampling parameters are a `SamplingParams` or a dictionary of its fields, but got {type(given).__name__}",
             param="sampling_params",
         )
     if unknown := given.keys() - SamplingParams.__struct_fields__:

@@ -73,6 +73,9 @@ REPETITION = Feature("detection of repetitions", "leave it out; `repetition_pena
 WATERMARK = Feature("watermarks", "leave it out")
 ADAPTER = Feature("adapters by this name", "give the adapter's name as `model`")
 CONTEXT_SIZE = Feature("a context size of requests", "leave it out; the option `--max-model-len` sets it")
+GIVEN_TOKENS = Feature(
+    "tokens given in advance on this route", "send them in `sampling_params` of /inference/v1/generate"
+)
 STOP_REGEX = Feature("stop conditions by patterns", "leave it out and use `stop`")
 
 
@@ -117,6 +120,7 @@ COMMON: Mapping[str, Fate] = {
     "length_penalty": refused(BEAM_SEARCH, 1.0),
     "early_stopping": refused(BEAM_SEARCH, False),
     "spaces_between_special_tokens": ACCEPTED,
+    "trace_decode_token_ids": refused(GIVEN_TOKENS, []),
     "response_format": refused(RESPONSE_FORMAT, {"type": "text"}),
     "structured_outputs": refused(STRUCTURED_OUTPUTS),
     "include_reasoning": refused(REASONING, True),

@@ -151,7 +151,7 @@ class _FieldReader:
             if name in known:
                 num_wrong = len(self._wrong)
                 converted = self._convert(value, types[name], known[name].type, prefix + name)
-                if len(self._wrong) == num_wrong:
+                if converted is not None or len(self._wrong) == num_wrong:
                     values[name] = converted
             elif value is not None:
                 self._drop(prefix + name, value, fields)

@@ -179,7 +179,7 @@ def test_generate_takes_an_iterator_and_a_dictionary_of_parameters(llm):
     assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4, 4]
     with pytest.raises(InvalidRequest, match="have no field 'max_token'"):
         llm.generate("a", {"max_token": 4}, use_tqdm=False)
-    with pytest.raises(InvalidRequest, match="or a dictionary of its fields, but got int"):
+    with pytest.raises(InvalidRequest, match="`SamplingParams` or a dictionary of its fields, but got int"):
         llm.generate("a", 4, use_tqdm=False)
 
 

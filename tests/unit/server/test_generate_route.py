@@ -387,6 +387,13 @@ def test_generate_wrong_field_is_refused_by_name(api, fields, param, stream):
     assert not api.engine.requests
 
 
+def test_generate_wrong_types_and_values_are_refused_together(api):
+    params = {"temperature": "high", "max_tokens": 0, "grammar": "x"}
+    message = api.post(PATH, {"token_ids": [5], "sampling_params": params}).json()["error"]["message"]
+    names = [f"`sampling_params.{name}`" for name in ("grammar", "temperature", "max_tokens")]
+    assert all(name in message for name in names), message
+
+
 def of_new_weights(request):
     """Yield a token of the checkpoint's weights and one of the trainer's."""
     yield EngineChunk(request_id=request.request_id, token_ids=[8])

@@ -147,6 +147,7 @@ def test_request_types_are_converted(api):
             ["beam search (`use"],
         ),
         ({"guided_json": {}, "regex": "a+", "grammar": "x"}, ["guided_json", "regex", "grammar"], []),
+        ({"trace_decode_token_ids": [5]}, ["trace_decode_token_ids"], ["in `sampling_params` of /inference"]),
         ({"logit_bias": {"x": 1}}, ["logit_bias"], ["the key 'x' is not a token id"]),
         ({"logit_bias": {"5": 1, "400": 1}}, ["logit_bias"], ["400", "0 to 319"]),
         ({"logit_bias": {"5": "high"}}, ["logit_bias"], ["the value of '5'"]),
