@@ -204,8 +204,8 @@ void shrink(const Shard& shard, const AdaptedRows<T>& rows, const T* x, int64_t 
   int64_t total = 0;
   for_units(rows, [&](const Unit<T>& unit) { total += unit.cost(); });
 
-  // Laid end to end, the units have the length `total`. Each shard has an equal range of it, and computes the units that
-  // begin there. Each unit prefetches the next one.
+  // Laid end to end, the units have the length `total`. Each shard has an equal range of it, and computes the units
+  // that begin there. Each unit prefetches the next one.
   int64_t at = 0, begin = total * shard.index / shard.count, end = total * (shard.index + 1) / shard.count;
   Unit<T> pending{};
   for_units(rows, [&](const Unit<T>& unit) {
