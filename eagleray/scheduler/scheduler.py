@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Literal
 
+import msgspec
+
 from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.identity import FIRST_WEIGHT_VERSION, ClientId
 from eagleray.messages.arrays import Array
@@ -436,14 +438,13 @@ class Scheduler:
         new_version = None if weight_version == request.weight_version else weight_version
         request.weight_version = weight_version
         finish = request.append(token_id)
-        times = {}
-        if request.times.first_token_at is None:
+        is_first = request.times.first_token_at is None
+        if is_first:
             self._histograms.on_first_token(request.times)
-            times = request.times.until_now()
         self._cache.commit(run)
         if finish is not None:
             self._remove(request)
-        return request.make_chunk(
+        addressed = request.make_chunk(
             token_ids=[token_id],
             logprobs=[result.logprobs[run.row]] if run.row in result.logprobs else [],
             prompt_logprobs=prompt_logprobs,
@@ -451,8 +452,11 @@ class Scheduler:
             weight_version=new_version,
             finish_reason=finish.reason if finish else None,
             stop_token_id=finish.stop_token_id if finish else None,
-            **times,
         )
+        if is_first:  # added afterwards, so that no other token pays for it
+            chunk = msgspec.structs.replace(addressed.chunk, **request.times.until_now())
+            addressed = addressed._replace(chunk=chunk)
+        return addressed
 
     def _deliver_pooled(self, run: Run, vector: Array, weight_version: str) -> AddressedChunk:
         """Finish a request with the vector of its prompt."""

@@ -51,6 +51,7 @@ class Service:
         self._config = config
         self.memory_return = MemoryReturn()
         self._options = config.serving
+        self._trace_headers = TRACE_HEADERS if config.observability.otlp_traces_endpoint else ()
         self._config_max_logprobs = config.model.max_logprobs
         self.names_tokens_by_id = config.serving.return_tokens_as_token_ids
         self.keeps_routed_experts = config.model.enable_return_routed_experts
@@ -169,7 +170,7 @@ class Service:
         """Return the options of the client's requests, without their ids. `request_id`: the id that the user knows.
         Raises `InvalidRequest`."""
         headers, scope = request.headers, request.scope
-        parent = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+        parent = {name: headers[name] for name in self._trace_headers if name in headers}
         return {
             "priority": self.check_priority(body.priority),
             "cache_salt": body.cache_salt or "",
