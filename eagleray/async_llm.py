@@ -19,6 +19,7 @@ from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.keywords import LLMKeywords
 from eagleray.engine_args import EngineArgs
 from eagleray.errors import DeadlineExceeded, EngineFailed
+from eagleray.generation_calls import OneParams, as_params
 from eagleray.instance import POLL_INTERVAL_SECONDS, InstanceThread
 from eagleray.instance_calls import InstanceCalls, missing_method
 from eagleray.lora import LoRARequest
@@ -86,7 +87,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: PromptLike,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: OneParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -101,14 +102,15 @@ class AsyncLLM:
         `sampling_params.output_kind` decides whether an output has everything so far, only the new part, or is yielded
         only when it is complete. The last output is `finished`. A caller that leaves the iteration aborts the request.
 
-        `prompt`: see `LLM.generate`. `request_id`: unique among the requests that run; by default one is made. Requests
-        of one `session_id` go to the same engine while it is up. `lora_request`: adapter that computes the request; it
-        is loaded if necessary. `trace_headers`: `traceparent` and `tracestate`, which name the parent of its span.
+        `prompt`, `sampling_params`: see `LLM.generate`. `request_id`: unique among the requests that run; by default
+        one is made. Requests of one `session_id` go to the same engine while it is up. `lora_request`: adapter that
+        computes the request; it is loaded if necessary. `trace_headers`: `traceparent` and `tracestate`, which name the
+        parent of its span.
 
         Raises `InvalidRequest` for a wrong prompt or parameter, `RequestFailed` if the request failed, and
         `EngineFailed` if engines exit again and again.
         """
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = self.get_default_sampling_params() if sampling_params is None else as_params(sampling_params)
         sent = _SentRequest()
         sending = self._send(
             sent,

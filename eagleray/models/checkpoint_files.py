@@ -100,5 +100,6 @@ def open_file(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path}: is not a complete safetensors file ({error}); it may be truncated or damaged, copy it again"
+            f"{path}: is not a complete safetensors file ({error}); it may be truncated or damaged: copy it again, or "
+            f'remove a downloaded one by `rm "$(realpath {path})"`, and the next start fetches it'
         ) from error

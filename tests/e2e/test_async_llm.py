@@ -156,6 +156,13 @@ def test_async_generate_trace_headers_reach_the_client(llm, monkeypatch):
     assert [options["trace_headers"] for options in sent] == [headers]
 
 
+def test_async_generate_takes_a_dictionary_of_parameters(llm):
+    (*_, last) = run(outputs_of(llm, "Hello", {"max_tokens": 3, "ignore_eos": True}))
+    assert len(last.outputs[0].token_ids) == 3
+    with pytest.raises(InvalidRequest, match="a dictionary of its fields, but got int"):
+        run(outputs_of(llm, "Hello", 3))
+
+
 def test_async_generate_wrong_prompt_raises_at_the_first_output(llm):
     with pytest.raises(InvalidRequest, match="empty"):
         run(outputs_of(llm, "", GREEDY))

@@ -148,6 +148,7 @@ def test_load_model_truncated_file_is_refused(checkpoint, keep):
     path.write_bytes(path.read_bytes()[:keep])
     message = refusal(checkpoint)
     assert message.startswith(f"{path}: is not a complete safetensors file")
+    assert f'`rm "$(realpath {path})"`' in message
 
 
 def test_load_model_damaged_header_is_refused(checkpoint):
