@@ -43,7 +43,7 @@ class ParsedPrompt(NamedTuple):
 
 
 def parse_prompt(prompt: PromptLike) -> ParsedPrompt:
-    """Raise `InvalidRequest` for what is no prompt, and for a field that prompts do not have, unless it is None."""
+    """Return the parts of a prompt. Raises `InvalidRequest` for other types, and for unknown fields that are set."""
     match prompt:
         case str():
             return ParsedPrompt(Prompt(text=prompt), "")

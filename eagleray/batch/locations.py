@@ -46,7 +46,10 @@ def local_output(location: str) -> Iterator[Path]:
     try:
         journal.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"answers are collected in {str(journal.parent)!r}: {error.strerror}") from None
+        raise ConfigError(
+            f"--output-file {location!r}: its answers are collected in {str(journal.parent)!r} until the batch ends, "
+            f"and this directory cannot be made: {error.strerror}; make it, or write to a local file"
+        ) from None
     with free_lock(journal.with_suffix(".lock")) as is_free:
         if not is_free:
             raise ConfigError(f"--output-file {location!r}: another batch is writing it: name another file")
@@ -73,8 +76,8 @@ def _find(location: str) -> tuple[Any, str]:
 
 
 def _fetch(system: Any, remote: str, journal: Path) -> None:
-    """Copy a file of answers to the journal, as a whole. If there is none, write an empty one to both places, so that a
-    place that cannot be written is an error before the rows are answered."""
+    """Copy the answers of an earlier run to the journal, as a whole. Without such a file, write an empty one to both
+    places, so that a location that cannot be written is an error before the rows are answered."""
     part = journal.with_suffix(".part")
     if system.exists(remote):
         system.get_file(remote, str(part))
@@ -86,7 +89,7 @@ def _fetch(system: Any, remote: str, journal: Path) -> None:
 
 def _send(system: Any, file: Path, remote: str) -> None:
     options: dict[str, Any] = {}
-    if remote.startswith(("http://", "https://")):  # as stores take files at signed URLs
+    if remote.startswith(("http://", "https://")):  # the form in which stores take files at signed URLs
         options = {"method": "put", "headers": {"Content-Length": str(file.stat().st_size)}}
     system.put_file(str(file), remote, **options)
 

@@ -47,7 +47,7 @@ class OutputFile:
             raise ConfigError(f"{shown}: {error.strerror}: name a file that can be written") from None
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ConfigError(f"{shown} is no regular file: name one, since a batch that goes on reads its answers")
+                raise ConfigError(f"{shown} is not a regular file: name one, because a batch reads its earlier answers")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return cls(descriptor, *_read_answered(descriptor, shown))
         except BlockingIOError:
@@ -101,7 +101,7 @@ def _read_answered(descriptor: int, shown: str) -> tuple[set[str], set[str]]:
 
 
 def _may_be_output(descriptor: int) -> bool:
-    """Whether the file begins as a line that this module writes, which may be cut off; other files may have lines that
-    do not fit into memory."""
+    """Whether the file begins like a line that this module writes, which may be cut off. Asked before lines are read,
+    because those of other files may not fit into memory."""
     beginning = b'{"id":"batch_req_'
     return beginning.startswith(os.pread(descriptor, len(beginning), 0))

@@ -63,7 +63,7 @@ class Batch:
         for number, line in enumerate(_lines(rows, self.max_row_bytes), start=1):
             name = row_id(number)
             if number == 1:
-                line = line.removeprefix(BOM_UTF8)  # which some editors write
+                line = line.removeprefix(BOM_UTF8)  # some editors write it
             if not line.strip():
                 continue
             row: BatchRow | RowResult

@@ -21,8 +21,10 @@ from eagleray.messages.sampling import SamplingParams
 
 logger = get_logger(__name__)
 
+FIELDS = msgspec.structs.fields(SamplingParams)
+
 COUNTED = frozenset({"trace_decode_token_ids", "prompt_logprob_token_ids"})
-"""Parameters that hold tokens of a user's text, of which only the number is shown."""
+"""Parameters that hold tokens of a user's text; only their number is shown."""
 
 
 class RequestLog:
@@ -33,7 +35,12 @@ class RequestLog:
         self._has_outputs = has_outputs
         self._max_len = max_len
         if not logger.isEnabledFor(logging.INFO):
-            logger.warning("option `enable_log_requests`: requests are logged only at the levels info and debug")
+            level = logging.getLevelName(logger.getEffectiveLevel()).lower()
+            logger.warning(
+                "option `enable_log_requests` has no effect: the log level is %s, and requests are logged only at the "
+                "levels info and debug",
+                level,
+            )
 
     @classmethod
     def open(cls, options: ObservabilityConfig) -> RequestLog | None:
@@ -93,7 +100,7 @@ class RequestLog:
 def _given(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that are not the default ones, as the log shows them."""
     given: dict[str, Any] = {}
-    for field in msgspec.structs.fields(SamplingParams):
+    for field in FIELDS:
         value = getattr(params, field.name)
         is_plain = isinstance(value, int | float | str)
         if value is field.default or (is_plain and value == field.default):

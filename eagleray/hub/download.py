@@ -142,7 +142,7 @@ def _fetch_in_threads(
 def _next_end(
     ended: SimpleQueue[BaseException | None], progress: DownloadProgress, idle_timeout: float
 ) -> BaseException | None:
-    """Wait until a file has ended, and return its error."""
+    """Wait until the download of a file ends, and return its error, or None. Raises as `check_idle`."""
     while True:
         try:
             return ended.get(timeout=min(idle_timeout, LOG_INTERVAL_SECONDS))

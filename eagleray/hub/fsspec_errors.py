@@ -19,7 +19,7 @@ def fsspec_problem(error: Exception, url: str) -> str:
     if isinstance(status := getattr(cause, "status", None), int):
         return f"its server answered with status {status}: check the URL and the rights that it gives"
     if isinstance(cause, FileNotFoundError):
-        return "there is no such file or directory"
+        return "there is no such file or directory: check the URL"
     if isinstance(cause, PermissionError):
         return f"access is denied ({detail}): check the credentials and their rights"
     if isinstance(cause, TimeoutError) or any("Connect" in kind.__name__ for kind in type(cause).__mro__):

@@ -73,8 +73,8 @@ def explain(error: Exception, repo: CachedRepo, revision: str, *, endpoint: str,
         )
     if isinstance(error, UnicodeEncodeError):
         return CheckpointError(
-            f"model {repo_id!r}: the token has characters that no token has: give a valid one in HF_TOKEN or as "
-            "`--hf-token`"
+            f"model {repo_id!r}: the token has characters that are not allowed in a token: give a valid one in "
+            "HF_TOKEN or as `--hf-token`"
         )
     if status is not None:
         kind = HubUnreachable if status == 429 or status >= 500 else CheckpointError

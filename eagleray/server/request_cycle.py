@@ -29,8 +29,12 @@ class RequestCycle(RequestResponseCycle):
         return event
 
     async def send(self, message: ASGISendEvent) -> None:
-        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
-        if is_last and self.more_body and not self.keep_alive:
+        if (
+            self.more_body  # first, because it is false for nearly all answers
+            and not self.keep_alive
+            and message["type"] == "http.response.body"
+            and not message.get("more_body", False)
+        ):
             self.keep_alive = self.closes_later = True
         await super().send(message)
 

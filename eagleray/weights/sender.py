@@ -27,8 +27,8 @@ from eagleray.weights.gloo_group import BUCKET_BYTES, GROUP_NAME, SENDER, GlooGr
 from eagleray.weights.tensors import as_bytes, bucket_bytes, describe, into_buckets, pack_bucket, to_update_info
 
 NUM_BUFFERS = 2
-"""Buckets at once: one is sent while the next one is packed. Tensors that are sent from where they are may be more, up
-to the bytes of these buckets, because to begin the broadcast of a small one takes longer than to send it."""
+"""Number of buckets in flight: one is sent while the next one is packed. Tensors that are sent in place may be more, up
+to the size of these buckets, because beginning the broadcast of a small tensor takes longer than sending it."""
 
 
 class SentBucket(NamedTuple):

@@ -219,7 +219,7 @@ class _CompiledTemplate(NamedTuple):
 
 
 def _compile(source: str, content_format: ContentFormat) -> _CompiledTemplate:
-    """Compile a template. Raises `InvalidRequest` if it is none."""
+    """Compile a template. Raises `InvalidRequest` for an error in it."""
     environment = _environment()
     try:
         form = message_form(environment.parse(source), source, content_format)

@@ -201,7 +201,7 @@ def test_output_file_with_other_content_is_refused_and_left(tmp_path, content):
 def test_output_file_that_is_no_regular_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/full")):
-        with pytest.raises(ConfigError, match="is no regular file"):
+        with pytest.raises(ConfigError, match="is not a regular file"):
             OutputFile.open(path)
 
 

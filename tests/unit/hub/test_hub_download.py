@@ -177,7 +177,7 @@ def test_download_invalid_token_is_named(hub):
 
 
 def test_download_token_that_no_header_can_hold_is_named(hub):
-    with pytest.raises(CheckpointError, match="the token has characters that no token has"):
+    with pytest.raises(CheckpointError, match="the token has characters that are not allowed in a token"):
         prepare_model(model(hf_token="hf_tökén"))
 
 
