@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,8 @@ def opened_input(location: str) -> Iterator[IO[bytes]]:
         with _explaining("--input-file", location):
             import fsspec
 
-            file = fsspec.open(location, "rb").open()
+            # Remote files of fsspec have no `readline` with a limit.
+            file = io.BufferedReader(fsspec.open(location, "rb").open())
     else:
         try:
             file = Path(location).expanduser().open("rb")

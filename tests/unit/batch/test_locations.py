@@ -84,6 +84,13 @@ def test_output_by_http_is_put(http):
     assert kept == {"/out": b"one\n"}
 
 
+def test_input_by_http_is_read_in_lines_of_a_limited_length(http):
+    url, kept = http
+    kept["/in"] = b"one\nlonger\n"
+    with opened_input(f"{url}/in") as rows:
+        assert [rows.readline(5) for _ in range(4)] == [b"one\n", b"longe", b"r\n", b""]
+
+
 def test_input_that_a_server_refuses_names_its_status(http):
     with pytest.raises(ConfigError, match="its server answered with status 403"), opened_input(f"{http[0]}/in"):
         pass
