@@ -129,7 +129,7 @@ def _check_dimensions(dimensions: int, spec: PoolingSpec, size: int) -> None:
     if not spec.is_matryoshka:
         raise InvalidRequest(
             f"`dimensions` is {dimensions}, but the model was not trained for embeddings of fewer than {size} "
-            "dimensions: leave it out, or set `is_matryoshka` in config.json if it was",
+            "dimensions: leave it out, or if it was, set `is_matryoshka` by the option `hf_overrides`",
             param="dimensions",
         )
     if spec.matryoshka_dimensions and dimensions not in spec.matryoshka_dimensions:

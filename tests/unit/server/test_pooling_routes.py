@@ -161,6 +161,7 @@ def test_embeddings_dimensions_need_a_model_that_was_trained_for_them(embedder):
     assert answer(embedder, "/v1/embeddings", input=[5, 6], dimensions=4)["data"]
     error = refusal(embedder, "/v1/embeddings", input=[5, 6], dimensions=2)
     assert "was not trained for embeddings of fewer than 4 dimensions" in error["message"]
+    assert "`hf_overrides`" in error["message"]
     serve(
         embedder,
         PoolingSpec(
