@@ -1,4 +1,4 @@
-"""The log of every process: lines of time, level, label and message, or JSON objects with these and more.
+"""The log of every process: lines of time, level, label and message, or JSON objects with these keys and others.
 
 Messages go to standard error: standard output belongs to results. On a terminal, warnings and errors have colours
 unless the variable NO_COLOR is set; JSON never has any.
@@ -56,7 +56,7 @@ def setup_process_logging(label: str, settings: LogSettings) -> None:
     A configuration that cannot be applied here, for example because this host lacks a directory, is a warning: the
     process can serve without it.
     """
-    if settings.format == "json" or settings.config:  # Ray reads this when it is imported, and then changes no lines
+    if settings.format == "json" or settings.config:  # Ray reads these when imported, and leaves lines unchanged
         os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     if not has_colours(sys.stderr):
@@ -72,8 +72,8 @@ def setup_process_logging(label: str, settings: LogSettings) -> None:
 
 
 def setup_logging(label: str, settings: LogSettings) -> None:
-    """Install this process's only log handler, or what the user has configured. `label` is the identity of the process,
-    which every line has.
+    """Install this process's only log handler, or the handlers that the user has configured. `label` is the identity of
+    the process, which every line has.
 
     Raises `ValueError` for a configuration that cannot be applied; then the handler is installed.
     """
@@ -84,7 +84,7 @@ def setup_logging(label: str, settings: LogSettings) -> None:
 
         try:
             dictConfig({"disable_existing_loggers": False} | config)
-        except Exception as error:  # of classes that the configuration names
+        except Exception as error:  # raised by a class that the configuration names
             _install_handler(label, settings, is_replaced=False)
             raise ValueError(f"{error}: {error.__cause__}" if error.__cause__ else str(error)) from None
 
@@ -156,7 +156,7 @@ def report_failure(text: str) -> None:
 
 
 def has_bars() -> bool:
-    """Return whether standard error may have bars of progress: it is a terminal, and its lines are for people."""
+    """Return whether standard error may have bars of progress: it is a terminal, and its lines are not JSON."""
     return sys.stderr.isatty() and not _writes_json()
 
 

@@ -15,8 +15,8 @@ from eagleray.models.rope_config import stated_length
 
 
 def checked_model(model: ModelConfig) -> ModelConfig:
-    """Return the configuration pinned, see `prepare_model`, after checking what would otherwise end processes that have
-    started. Raises `CheckpointError`, `ConfigError` and `DeadlineExceeded`."""
+    """Check the options whose errors would otherwise end processes after their start, and return the configuration
+    pinned, see `prepare_model`. Raises `CheckpointError`, `ConfigError` and `DeadlineExceeded`."""
     if model.chat_template is not None:  # before a download
         read_template(Path(model.chat_template).expanduser())
     model = prepare_model(model)

@@ -1,6 +1,6 @@
 """Checks of the values of requests and other calls, against the model where they depend on it. Pure.
 
-A value that is refused is named with its field.
+Errors name the field.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def check_length(num_tokens: int, engine: EngineInfo) -> None:
 
 
 def check_ids(token_ids: Iterable[Any] | None, vocab_size: int, param: str) -> list[int]:
-    """Return the ids as plain integers. Raises `InvalidRequest` for values that are no ids of the model."""
+    """Return the ids as plain integers. Raises `InvalidRequest` for values that are not ids of the model."""
     if token_ids is None:
         return []
     try:

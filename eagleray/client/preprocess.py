@@ -70,7 +70,7 @@ class RequestOptions(TypedDict, total=False):
     adapter: Adapter | None
     """See `Client.find_adapter`."""
     origin: RequestOrigin | None
-    """None: the request comes now, and from this program."""
+    """None: this program makes the request now."""
     trace_headers: Mapping[str, str] | None
     """Headers that name the parent of its span, if it has no `origin`."""
 

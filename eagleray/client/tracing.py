@@ -25,7 +25,7 @@ class RequestOrigin(NamedTuple):
     arrival: float
     """Time at which the user's request came, by `time.perf_counter`."""
     headers: Mapping[str, str]
-    """Those of `TRACE_HEADERS` that came with it."""
+    """The headers of `TRACE_HEADERS` that came with it."""
     path: str | None = None
     """Path of the HTTP request; None: it did not come by HTTP."""
 

@@ -1,4 +1,4 @@
-"""The log as the options say: its level and format, or the file of the option `log_config_file`.
+"""Settings of the log from the options: level and format, or the file of the option `log_config_file`.
 
 The file is a configuration for `logging.config.dictConfig`. It is read once, and its content is sent to every process.
 """
@@ -20,10 +20,10 @@ from eagleray.log import LogSettings, setup_logging
 MAX_FILE_BYTES = 2**20
 
 VLLM_FORMATTERS = ("vllm.logging_utils.", "vllm.logging.")
-"""Beginnings of the names of vLLM's formatters."""
+"""Prefixes of the class names of vLLM's formatters."""
 
 VLLM_ATTRIBUTES = {"%(fileinfo)s": "%(filename)s", "%(vllm_process_name)s": "%(processName)s"}
-"""Attributes of records that vLLM adds, and attributes of Python's that say the same."""
+"""Attributes that vLLM adds to records, and Python's equivalents."""
 
 
 def log_settings(config: Config) -> LogSettings:
@@ -80,8 +80,8 @@ def _read(given: str) -> dict[str, Any]:
 
 
 def _for_our_loggers(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the settings of vLLM's loggers and formatters for ours, which the file may name
-    too."""
+    """Return the configuration with the settings of vLLM's logger for ours too, unless the file names ours, and with
+    Python's formatters in place of vLLM's."""
     changed = dict(config)
     if isinstance(loggers := config.get("loggers"), dict) and "vllm" in loggers:
         changed["loggers"] = {"eagleray": loggers["vllm"]} | loggers

@@ -17,7 +17,7 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     log_format: Annotated[
         Literal["text", "json", "none"],
         Meta(
-            description="Form of the log: text, json (an object a line, see docs/serving.md), or none, which leaves "
+            description="Form of the log: text, json (one object per line, see docs/serving.md), or none, which leaves "
             "messages to the handlers of Python's root logger."
         ),
     ] = "text"

@@ -33,8 +33,8 @@ def served_names(model: ModelConfig) -> list[str]:
 
 
 def max_model_len(model: ModelConfig, longest: int, source: Path) -> int:
-    """Return the length of the longest sequence. `longest`: number of tokens that the model was made for by its file
-    `source`. Raises `ConfigError` if the option asks for more."""
+    """Return the length of the longest sequence. `longest`: number of tokens that the model was made for, according
+    to its file `source`. Raises `ConfigError` if the option asks for more."""
     wanted = model.max_model_len
     if wanted is None or wanted == "auto":
         return longest

@@ -18,7 +18,7 @@ def check_space(directory: Path, needed: int, *, name: str) -> None:
 
 
 def no_room(error: Exception, directory: Path, *, name: str) -> CheckpointError | None:
-    """Return the error for a file of the model `name` that there is no room for; None for any other problem."""
+    """Return the error for a file of the model `name` that does not fit on the disk; None for any other problem."""
     match error:
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             return _full_disk(name, directory, str(error.strerror))

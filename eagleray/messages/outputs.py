@@ -72,9 +72,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache when this engine first scheduled the request."""
     queue_time: float = 0.0
-    """Seconds from the arrival of the request in this engine to its admission, with the first output."""
+    """Seconds from the arrival of the request in this engine to its admission. Set with the first output."""
     prefill_time: float = 0.0
-    """Seconds from the admission to the first output, with that."""
+    """Seconds from the admission to the first output. Set with that output."""
     is_started: bool = False
     """Whether the first step that computes the request is about to be sent. Set for suspects and if `announce_start`
     asks for it."""

@@ -76,8 +76,8 @@ PARTS: list[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, str, 
         {"device": lambda stats: stats.num_prefix_hits},
     ),
 ]
-"""Kind, name, text and label of numbers that come in parts, and the parts by the label's values, which are those of
-vLLM."""
+"""Metrics that a label divides: kind, name, help text, label, and a reading for each value of the label. The values are
+those of vLLM."""
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """Values of the label `sleep_state`, by the level of the sleep."""
@@ -98,7 +98,7 @@ class EngineCollector(Collector):
     """Collector that omits engines without stats, because a zero would claim an idle engine.
 
     `engine_info` is called for the properties of the engines, and returns None before the first one is there; `state`
-    is called for the state of the instance. `max_loras`: most adapters that are served; None: none are.
+    is called for the state of the instance. `max_loras`: most adapters that are served; None without adapters.
     """
 
     def __init__(

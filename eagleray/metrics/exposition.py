@@ -25,9 +25,9 @@ class Metrics:
     """Metrics of one API server: it counts in `ledger` and reports the totals of all.
 
     `stats` and `expert_load` are called at each scrape for the newest report of every engine, `engine_info` for the
-    engines' properties, and `state` for the state of the instance. `max_loras`: most adapters that are served; None:
-    none are. `has_vllm_names`: whether metrics that vLLM has too are also shown under its names. The caller closes
-    `ledger`.
+    engines' properties, and `state` for the state of the instance. `max_loras`: most adapters that are served; None
+    without adapters. `has_vllm_names`: whether metrics that vLLM has too are also shown under its names. The caller
+    closes `ledger`.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ LARGE_BODY_BYTES = 2**20
 """Size from which on the values of a body are counted before it is decoded."""
 
 MAX_CONVERTED_VALUES = 2**16
-"""Number of values of a body up to which those in lists and objects are converted, which takes microseconds each."""
+"""Most values of a body whose lists and objects are converted too, which takes microseconds for each value."""
 
 MAX_LENGTH_DIGITS = 20
 """Digits of a Content-Length that are read: a number with more is too large in any case."""
@@ -240,7 +240,7 @@ class Reasons:
             self.found.append(error)
 
     def check(self) -> None:
-        """Raise the error for what was found. Harmless if there is nothing."""
+        """Raise one error for all reasons that were found, if any."""
         if len(self.found) == 1:
             raise self.found[0]
         if self.found:

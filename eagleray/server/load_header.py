@@ -23,8 +23,8 @@ LOAD_HEADERS: dict[str, dict[str, Any]] = {
 
 
 def load_header(wanted: str, stats: Collection[EngineStats]) -> dict[str, str]:
-    """Return the header with the load of all engines together, in the `wanted` form. It is left out for a form that
-    does not exist, as in vLLM, and without stats."""
+    """Return the header with the load of all engines together, in the `wanted` form. Empty for an unknown form, as in
+    vLLM, and without stats."""
     if not stats:
         return {}
     num_blocks = sum(each.num_kv_blocks for each in stats)

@@ -158,9 +158,9 @@ class ChatTemplate:
 
 def read_template(path: Path) -> str:
     """Return the template in the file of the option `chat_template`. Raises `ConfigError` for a file that cannot be
-    read, or is no Jinja template."""
+    read, or is not a Jinja template."""
     name = f"option `chat_template`: {shown(str(path))}"
-    if not os.path.isfile(path):  # unlike the path's method, for a text of any length
+    if not os.path.isfile(path):  # unlike `Path.is_file`, takes a text of any length
         raise ConfigError(f"{name} is no file; give the path of a file with a Jinja template")
     try:
         source = read_bounded(path, max_bytes=MAX_TEMPLATE_BYTES).decode()

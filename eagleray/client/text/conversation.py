@@ -30,7 +30,7 @@ def check_messages(messages: Sequence[Any]) -> None:
 
 
 def text_entry(entries: Mapping[str, Any], name: str, path: str) -> str:
-    """Return the text that a part of a message, which is at `path`, has under `name`. Raises `InvalidRequest`."""
+    """Return the text under `name` in the part of a conversation at `path`. Raises `InvalidRequest`."""
     value = entries.get(name)
     if not isinstance(value, str):
         raise wrong_entry(f"{path}.{name}", "must be a text" if name in entries else "is missing")
