@@ -347,6 +347,11 @@ def serving(checkpoint: Path, **options: Any) -> Iterator[Api]:
             api.close()
 
 
+def pool_ones(request: Any) -> Iterator[Chunk]:
+    """Answer a request as a pooling model does, with a vector of ones."""
+    yield Chunk(request_id=request.request_id, pooled=np.ones(4, np.float32), finish_reason=FinishReason.STOP)
+
+
 def stats(engine: EngineId = ENGINE, **numbers: int) -> EngineStats:
     names = [field.name for field in msgspec.structs.fields(EngineStats) if field.type is int]
     return EngineStats(engine=engine, **{name: numbers.get(name, 0) for name in names})

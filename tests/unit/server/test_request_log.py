@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import pytest
-from server_fakes import serving
+from server_fakes import pool_ones, serving
 
 from eagleray.config.pooling_spec import PoolingSpec
 from eagleray.messages.outputs import Chunk, FinishReason
@@ -51,17 +50,12 @@ def test_request_log_has_a_line_for_each_prompt_and_kind_of_request(checkpoint, 
         api.events("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "session_id": "s"})
         first, second, chat = records()
         api.join(pooling=PoolingSpec(kind="embed", method="last", activation="normalize"))
-        api.engine.script = pool
+        api.engine.script = pool_ones
         api.post("/v1/embeddings", {"input": "a"}, headers=HEADERS)
         [embedding] = records()
     assert [(each.request_id, each.prompt_tokens) for each in (first, second)] == [("mine", 2), ("mine", 1)]
     assert (chat.path, chat.session) == ("/v1/chat/completions", "s")
     assert (embedding.path, hasattr(embedding, "params")) == ("/v1/embeddings", False)
-
-
-def pool(request):
-    vector = np.ones(4, np.float32)
-    yield Chunk(request_id=request.request_id, pooled=vector, finish_reason=FinishReason.STOP)
 
 
 def test_request_log_given_tokens_of_outputs_are_counted_not_shown(checkpoint, records):

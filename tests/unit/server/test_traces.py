@@ -6,13 +6,11 @@ import contextlib
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import numpy as np
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from server_fakes import serving
+from server_fakes import pool_ones, serving
 
 from eagleray.config.pooling_spec import PoolingSpec
 from eagleray.config.traces import TRACES_PROTOCOL
-from eagleray.messages.outputs import Chunk, FinishReason
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 HEADERS = {"traceparent": PARENT, "X-Request-Id": "mine"}
@@ -44,11 +42,6 @@ def collector():
             thread.join()
 
 
-def pool(request):
-    vector = np.ones(4, np.float32)
-    yield Chunk(request_id=request.request_id, pooled=vector, finish_reason=FinishReason.STOP)
-
-
 def test_requests_of_every_kind_have_spans_that_are_sent_at_the_end(checkpoint, monkeypatch):
     monkeypatch.setenv(TRACES_PROTOCOL, "http/protobuf")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "our-llm")
@@ -58,7 +51,7 @@ def test_requests_of_every_kind_have_spans_that_are_sent_at_the_end(checkpoint, 
             api.events("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
             api.post("/v1/completions", {"prompt": "a", "max_tokens": -1}, headers=HEADERS)  # refused: no span
             api.join(pooling=PoolingSpec(kind="embed", method="last", activation="normalize"))
-            api.engine.script = pool
+            api.engine.script = pool_ones
             assert api.post("/v1/embeddings", {"input": "a"}, headers=HEADERS).status_code == 200
         resources = [resource for request in received for resource in request.resource_spans]
     assert {(each.key, each.value.string_value) for each in resources[0].resource.attributes} >= {
