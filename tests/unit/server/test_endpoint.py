@@ -135,7 +135,7 @@ def test_endpoint_every_exception_has_a_response():
     assert {rule.status for rule in rules} == {400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503, 504}
 
 
-def test_application_imports_no_package_that_it_may_not_need():
+def test_application_imports_no_heavy_package():
     script = (
         "import sys, eagleray.server.app\n"
         "print([name for name in ('torch', 'transformers', 'ray', 'scipy', 'opentelemetry') if name in sys.modules])"

@@ -243,8 +243,8 @@ def test_responses_request_id_names_the_answer(api):
 
 
 def test_responses_effort_reaches_the_template(api):
-    answer = respond(api, reasoning={"effort": "low", "summary": "auto"}, chat_template_kwargs={"mood": "gay "})
-    assert prompt_of(api) == PROMPT + "gay "
+    answer = respond(api, reasoning={"effort": "low", "summary": "auto"}, chat_template_kwargs={"mood": "glad "})
+    assert prompt_of(api) == PROMPT + "glad "
     assert (answer.reasoning.effort, answer.reasoning.summary) == ("low", "auto")
 
 
@@ -347,7 +347,7 @@ def test_responses_failure_before_the_first_event_is_an_ordinary_answer(api):
 
 def test_input_tokens_equal_the_prompt(api):
     body = {"input": [{"role": "user", "content": "hello"}], "instructions": "be brief", "reasoning": {"effort": "low"}}
-    body |= {"chat_template_kwargs": {"mood": "gay "}, "text": {"format": {"type": "text"}}, "truncation": "auto"}
+    body |= {"chat_template_kwargs": {"mood": "glad "}, "text": {"format": {"type": "text"}}, "truncation": "auto"}
     response = api.post(COUNT_PATH, {"model": "tiny", "tools": [TOOL], "tool_choice": "required", **body})
     assert response.status_code == 200, response.text
     assert "x-eagleray-ignored" not in response.headers
