@@ -20,13 +20,15 @@ JOURNALS = Path("~/.cache/eagleray/batches")
 
 @contextlib.contextmanager
 def opened_input(location: str) -> Iterator[IO[bytes]]:
-    """Open the requests. Raises `ConfigError`."""
+    """Open the requests. Raises `ConfigError`, as reading does where the file is at a URL."""
+    file: IO[bytes]
     if "://" in location:
         with _explaining("--input-file", location):
             import fsspec
 
-            # Remote files of fsspec have no `readline` with a limit.
-            file = io.BufferedReader(fsspec.open(location, "rb").open())
+            remote = fsspec.open(location, "rb").open()
+        # Remote files of fsspec have no `readline` with a limit.
+        file = io.BufferedReader(_RemoteInput(remote, location))
     else:
         try:
             file = Path(location).expanduser().open("rb")
@@ -34,6 +36,25 @@ def opened_input(location: str) -> Iterator[IO[bytes]]:
             raise ConfigError(f"--input-file {location!r}: {error.strerror}") from None
     with file:
         yield file
+
+
+class _RemoteInput(io.RawIOBase):
+    """The open file of the requests at a URL. An error while it is read names the option too."""
+
+    def __init__(self, file: Any, location: str) -> None:
+        self._file, self._location = file, location
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with _explaining("--input-file", self._location):
+            return int(self._file.readinto(buffer))
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 @contextlib.contextmanager

@@ -91,6 +91,15 @@ def test_input_by_http_is_read_in_lines_of_a_limited_length(http):
         assert [rows.readline(5) for _ in range(4)] == [b"one\n", b"longe", b"r\n", b""]
 
 
+def test_input_that_breaks_off_is_named(http, monkeypatch):
+    url, kept = http
+    kept["/in"] = b"one\n"
+    with opened_input(f"{url}/in") as rows:
+        monkeypatch.setattr(type(rows.raw._file), "readinto", refuse)
+        with pytest.raises(ConfigError, match=rf"--input-file '{url}/in': access is denied"):
+            rows.readline()
+
+
 def test_input_that_a_server_refuses_names_its_status(http):
     with pytest.raises(ConfigError, match="its server answered with status 403"), opened_input(f"{http[0]}/in"):
         pass
