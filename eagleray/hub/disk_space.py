@@ -1,4 +1,4 @@
-"""Check of free space before a download, and errors of the disk."""
+"""Check of free space before a download, errors of the disk, and the form of sizes in messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_space(directory: Path, needed: int, *, name: str) -> None:
     existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     if needed > free:
-        raise _full_disk(name, directory, f"{_size(needed)} are needed, but {_size(free)} are free")
+        raise _full_disk(name, directory, f"{format_size(needed)} are needed, but {format_size(free)} are free")
 
 
 def no_room(error: Exception, directory: Path, *, name: str) -> CheckpointError | None:
@@ -46,7 +46,8 @@ def _full_disk(name: str, directory: Path, problem: str) -> CheckpointError:
     )
 
 
-def _size(num_bytes: int) -> str:
+def format_size(num_bytes: int) -> str:
+    """Return a number of bytes as messages show it."""
     if num_bytes < 2**20:
         return f"{num_bytes:,} bytes"
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

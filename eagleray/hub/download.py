@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from eagleray.errors import CheckpointError, EagleRayError
 from eagleray.hub.cache import COMMIT, CachedRepo
-from eagleray.hub.disk_space import check_space
+from eagleray.hub.disk_space import check_space, format_size
 from eagleray.hub.file_lock import file_lock, free_lock
 from eagleray.hub.hub_errors import explain
 from eagleray.hub.needs import NeededFiles
@@ -104,7 +104,7 @@ def _fetch_files(
 ) -> None:
     known = [size for size in sizes.values() if size is not None]
     total = sum(known) if len(known) == len(sizes) else None
-    size = "unknown size" if total is None else f"{total / 2**20:,.1f} MiB"
+    size = "unknown size" if total is None else format_size(total)
     logger.info("downloading %s (files: %d, %s) to %s", repo.repo_id, len(sizes), size, repo.cache)
     weights = [name for name in sizes if name.endswith(".safetensors")]
     with DownloadProgress(repo.repo_id, total) as progress:

@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from eagleray.errors import DeadlineExceeded
+from eagleray.hub.disk_space import format_size
 from eagleray.log import get_logger, has_bars
 
 logger = get_logger(__name__)
@@ -49,7 +50,7 @@ class DownloadProgress:
         self._bar.close()
         if kind is None:
             seconds = time.monotonic() - self._started
-            logger.info("downloaded %s: %s in %.1f s", self._name, _size(self._done), seconds)
+            logger.info("downloaded %s: %s in %.1f s", self._name, format_size(self._done), seconds)
 
     def check_idle(self, timeout: float) -> None:
         """Warn if nothing has arrived for a while. Raises `DeadlineExceeded` after `timeout` seconds."""
@@ -69,12 +70,12 @@ class DownloadProgress:
             raise DownloadCancelled
         with self._lock:
             self._done += num_bytes
-            self._changed = time.monotonic()
+            self._changed = now = time.monotonic()
             self._bar.update(num_bytes)
-            if self._bar.disable and time.monotonic() - self._logged > LOG_INTERVAL_SECONDS:
-                self._logged = time.monotonic()
-                total = "" if self._total is None else f" of {_size(self._total)}"
-                logger.info("downloading %s: %s%s", self._name, _size(self._done), total)
+            if self._bar.disable and now - self._logged > LOG_INTERVAL_SECONDS:
+                self._logged = now
+                total = "" if self._total is None else f" of {format_size(self._total)}"
+                logger.info("downloading %s: %s%s", self._name, format_size(self._done), total)
 
     def file_class(self) -> type:
         """Return a class that stands for the bar of one file, as huggingface_hub makes it, and counts here."""
@@ -106,7 +107,3 @@ class DownloadProgress:
 
 def _do_nothing(*args: object, **options: object) -> None:
     pass
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"
