@@ -66,14 +66,16 @@ def local_output(location: str) -> Iterator[Path]:
         yield Path(location).expanduser()
         return
     journal = JOURNALS.expanduser() / f"{hashlib.sha256(location.encode()).hexdigest()[:16]}.jsonl"
+    lock = journal.with_suffix(".lock")
     try:
         journal.parent.mkdir(parents=True, exist_ok=True)
+        lock.open("ab").close()  # `free_lock` does not distinguish a file that cannot be opened from one that is locked
     except OSError as error:
         raise ConfigError(
             f"--output-file {location!r}: its answers are collected in {str(journal.parent)!r} until the batch ends, "
-            f"and this directory cannot be made: {error.strerror}; make it, or write to a local file"
+            f"and nothing can be written there: {error.strerror}; make that possible, or name a local file"
         ) from None
-    with free_lock(journal.with_suffix(".lock")) as is_free:
+    with free_lock(lock) as is_free:
         if not is_free:
             raise ConfigError(f"--output-file {location!r}: another batch is writing it: name another file")
         with _explaining("--output-file", location):

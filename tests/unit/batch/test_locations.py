@@ -175,3 +175,13 @@ def test_output_journals_that_cannot_be_made_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(locations, "JOURNALS", tmp_path / "file" / "journals")
     with pytest.raises(ConfigError, match=r"answers are collected in .*Not a directory"), local_output(URL):
         pass
+
+
+def test_output_lock_that_cannot_be_opened_is_no_other_batch(tmp_path):
+    with local_output(URL):
+        pass
+    [lock] = (tmp_path / "journals").iterdir()
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(ConfigError, match=r"nothing can be written there: Is a directory"), local_output(URL):
+        pass
