@@ -1,5 +1,5 @@
 """Spellings of flags that vLLM accepts: underscores for dashes, `--compilation-config.mode 3` as a part of a JSON
-object, and `-O3` with its value beside it. Pure.
+object, `-O3` with its value beside it, and `--help=GROUP`. Pure.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def plain_arguments(arguments: Sequence[str]) -> Iterator[str]:
             break
         if match := LEVEL.fullmatch(argument):
             yield from ("-O", match[1])
+        elif argument.startswith("--help="):  # of a group or a flag; the whole help has it
+            yield "--help"
         elif match := DOTTED.fullmatch(argument):
             value = match[3] if match[3] is not None else next(rest, "")
             name = SPELLINGS.get(match[1]) or option_name(match[1].lstrip("-"))

@@ -64,6 +64,10 @@ def test_parser_flags_of_vllm_are_options(line, expected):
     assert options(line) == expected
 
 
+def test_plain_arguments_help_of_a_group_is_the_whole_help():
+    assert list(plain_arguments(["serve", "--help=ModelConfig"])) == ["serve", "--help"]
+
+
 def test_plain_arguments_gathers_keys_of_an_object():
     line = ["--a_b.c.d", "1", "--a-b.e=x", "--a-b.f+", "2", "--a-b.f+=3", "-x.5", "--", "--y_z.a"]
     assert list(plain_arguments(line)) == ["-x.5", "--a-b", '{"c": {"d": 1}, "e": "x", "f": [2, 3]}', "--", "--y_z.a"]
