@@ -30,7 +30,7 @@ class BodyMaker:
             if isinstance(operation := item.get("post"), dict)
             and (content := operation.get("requestBody", {}).get("content"))
         }
-        # Control routes, which alone are forbidden to some, would pause or abort the requests of others.
+        # Only control routes answer 403. They would pause or abort the requests of others.
         self._chosen = sorted(
             path for path in self.operations if "403" not in document["paths"][path]["post"].get("responses", {})
         )

@@ -70,7 +70,7 @@ def run_module(module: str, *arguments: str) -> str:
 
 
 def expect(is_so: object, message: str, *values: object) -> None:
-    """Raises `AssertionError` with the message and the values if a condition does not hold."""
+    """Raise `AssertionError` with the message and the values if a condition does not hold."""
     if not is_so:
         raise AssertionError(" ".join([message, *map(repr, values)]))
 
@@ -87,6 +87,6 @@ def expect_raises(kind: type[BaseException], call: Callable[[], object]) -> Base
 
 
 def expect_texts(texts: Sequence[object]) -> None:
-    """Raises `AssertionError` if one of the values is not a text with characters."""
+    """Raise `AssertionError` if one of the values is not a text with characters."""
     for text in texts:
         expect(isinstance(text, str) and text, "a text was expected, not", text)

@@ -82,7 +82,7 @@ def loglikelihood(arguments: str) -> float:
 
 
 def check_generations(rows: list[dict[str, str]], arguments: str = WITH_TOKENIZER, **options: Any) -> None:
-    """Raises `AssertionError` if a generated text is not the row's target."""
+    """Raise `AssertionError` if a generated text is not the row's target."""
     limits = {"max_gen_toks": MAX_TOKENS, "until": ["never"]}
     metrics = [{"metric": "exact_match"}]
     results = evaluate(

@@ -43,7 +43,7 @@ def events(path: str, body: BaseModel) -> list[str]:
 
 
 def check_keys(answer: str, read: BaseModel) -> None:
-    """Raises `AssertionError` if the answer lacks a key, at any depth, that vLLM's class would write."""
+    """Raise `AssertionError` if the answer lacks a key, at any depth, that vLLM's class would write."""
     missing = sorted(missing_keys(json.loads(answer), json.loads(read.model_dump_json())))
     expect(not missing, "keys that vLLM's answer has and this one has not:", missing)
 
