@@ -13,7 +13,7 @@ import msgspec
 
 from eagleray.log import get_logger, setup_process_logging
 from eagleray.process.parent import Parent
-from eagleray.process.spawn_protocol import TERMINAL_SIGNALS, SpawnSpec, read_frame
+from eagleray.process.spawn_protocol import GROUP_SIGNALS, TERMINAL_SIGNALS, SpawnSpec, read_frame
 
 logger = get_logger(__name__)
 
@@ -29,12 +29,17 @@ def main() -> int:
         return 1
     spec = msgspec.msgpack.decode(frame, type=SpawnSpec)
     setup_process_logging(spec.member.label, spec.log)
-    # Ctrl-C and the loss of the terminal reach the whole process group; the supervisor alone decides what they mean.
+    parent = Parent(sock, spec.member)
+
+    def on_sigterm(signum: int, frame: FrameType | None) -> None:
+        if parent.has_told_to_exit:
+            sys.exit(128 + signum)
+
+    # These signals may reach the whole process group; the supervisor alone decides what they mean.
     for number in TERMINAL_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # also for the programs that this process starts
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL_SIGNALS)  # the parent has blocked them
-    signal.signal(signal.SIGTERM, _end)
-    parent = Parent(sock, spec.member)
+    signal.signal(signal.SIGTERM, on_sigterm)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # the parent has blocked them
     parent.end_with_parent(spec.runtime_dir)
     _continue_when_parent_exits()
     try:
@@ -51,7 +56,3 @@ def _continue_when_parent_exits() -> None:
     """Have the kernel continue this process when its parent exits: a stopped process would not notice the exit."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
-
-
-def _end(signum: int, frame: FrameType | None) -> None:
-    sys.exit(128 + signum)

@@ -32,6 +32,8 @@ class Parent:
         self._codec: Codec[ChildToParent] = Codec(ChildToParent)
         self._lock = threading.Lock()
         self._has_reported_failure = False
+        self.has_told_to_exit = False
+        """Whether this process must exit, because the parent has told it to or has exited itself."""
 
     def report_bound(self, address: str) -> None:
         """Report the address of this process's inbox."""
@@ -63,7 +65,8 @@ class Parent:
             pass
 
     def end_with_parent(self, runtime_dir: str) -> None:
-        """From now on exit when the parent does, however it exited, and remove `runtime_dir`."""
+        """From now on exit when the parent tells this process to, and also when the parent exits, however it does; then
+        remove `runtime_dir` too."""
         threading.Thread(target=self._watch, args=(runtime_dir,), name="parent-watch", daemon=True).start()
 
     def _watch(self, runtime_dir: str) -> None:
@@ -73,9 +76,16 @@ class Parent:
         poller = select.poll()  # not `select`: the descriptor has the number that it has in the parent, of any size
         poller.register(self._socket, select.POLLIN)
         while os.getppid() == parent:
-            if poller.poll(POLL_SECONDS * 1000) and read_frame(self._socket) is None:
-                break
+            if poller.poll(POLL_SECONDS * 1000):
+                if read_frame(self._socket) is None:
+                    break
+                self._exit()
         shutil.rmtree(runtime_dir, ignore_errors=True)
-        os.kill(os.getpid(), signal.SIGTERM)
+        self._exit()
         threading.Event().wait(ORPHAN_EXIT_SECONDS)
         os._exit(1)  # the main thread is stuck in something that SIGTERM does not interrupt
+
+    def _exit(self) -> None:
+        """Interrupt the main thread, whose handler of SIGTERM exits."""
+        self.has_told_to_exit = True
+        os.kill(os.getpid(), signal.SIGTERM)

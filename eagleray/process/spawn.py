@@ -20,7 +20,7 @@ from eagleray.log import LogSettings
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import ChildToParent
-from eagleray.process.spawn_protocol import TERMINAL_SIGNALS, SpawnSpec, read_frame, write_frame
+from eagleray.process.spawn_protocol import EXIT_FRAME, GROUP_SIGNALS, SpawnSpec, read_frame, write_frame
 
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 """Signals that a process causes itself. SIGABRT is not among them, because Ray aborts drivers of a lost cluster."""
@@ -68,8 +68,9 @@ class Child:
         return self._process.pid
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
-        self._process.terminate()
+        """Have the process send SIGTERM to itself; it ignores the SIGTERM of others."""
+        with contextlib.suppress(OSError):  # it has exited already
+            write_frame(self._socket, EXIT_FRAME)
 
     def kill(self) -> None:
         """Send SIGKILL."""
@@ -106,9 +107,9 @@ class Child:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the signals of the terminal in this thread. A child inherits that until it ignores them itself, so Ctrl-C
-    cannot end it while it starts."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
+    """Block the signals of the process group in this thread. A child inherits that until it ignores them itself, so
+    Ctrl-C cannot end it while it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
         yield
     finally:

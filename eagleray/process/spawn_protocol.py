@@ -14,7 +14,14 @@ from eagleray.log import LogSettings
 LENGTH = struct.Struct("<I")
 
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
-"""Signals that a terminal sends to all its processes, and that only the parent acts on."""
+"""Signals that a terminal sends to all its processes."""
+
+GROUP_SIGNALS = (*TERMINAL_SIGNALS, signal.SIGTERM)
+"""Signals that may reach all processes of an instance, SIGTERM by `timeout` or systemd, and that only the parent acts
+on."""
+
+EXIT_FRAME = b""
+"""Frame by which a parent tells its child to exit."""
 
 
 class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -125,6 +126,7 @@ def run(payload: bytes, parent: Parent) -> None:
 
 
 async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: ConnectionCounts) -> None:
+    _exit_between_callbacks()
     certificates = await open_certificates(spec.config.serving)
     client = Client.open(spec.client, spec.config, Path(spec.runtime_dir), host=spec.host)
     app = create_app(client, spec.config, ledger, has_access_log=True)
@@ -145,6 +147,14 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: Co
             await serving
         stopping.cancel()
         await reading
+
+
+def _exit_between_callbacks() -> None:
+    """Have the loop call the handler of SIGTERM: if that raised `SystemExit` in a callback of a connection, the loop
+    would log a traceback and continue."""
+    handler = signal.getsignal(signal.SIGTERM)
+    assert callable(handler)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, handler, signal.SIGTERM, None)
 
 
 def _statistics_tick(client: Client, spec: ApiServerSpec) -> Callable[[], None]:

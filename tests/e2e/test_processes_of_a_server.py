@@ -134,7 +134,8 @@ def test_serve_api_server_given_up_ends_instance_with_cause(checkpoint):
 def test_serve_stopped_drains_and_refuses_new_requests(checkpoint, how):
     with serve(checkpoint, *OPTIONS) as server, stream(server, max_tokens=1000) as lines:
         pids = server.children
-        server.process.send_signal(how)
+        for pid in (*pids, server.process.pid):  # as a terminal, `timeout` and systemd do
+            os.kill(pid, how)
         server.wait_for("stopping", 10)
         with httpx.Client() as other:
             refused = other.post(server.url + "/completions", json=LONG | {"model": "m"})

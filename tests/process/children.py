@@ -40,6 +40,12 @@ def kill_yourself(payload: bytes, parent: Parent) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def signal_yourself(payload: bytes, parent: Parent) -> None:
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    parent.report_bound("alive")
+
+
 def leave_a_program(payload: bytes, parent: Parent) -> None:
     """Exit while a program that this process started goes on."""
     program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)

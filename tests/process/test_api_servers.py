@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import socket
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -25,12 +26,12 @@ SECONDS = 30.0
 class Server:
     """An API server of the demo model, without an engine."""
 
-    def __init__(self, runtime_dir, listener, client: ClientId) -> None:
+    def __init__(self, runtime_dir, listener, client: ClientId, target: str) -> None:
         self.client = client
         spec = ApiServerSpec(client, build_config(api_server_count=2), str(runtime_dir), listener.fileno())
         self.reports: queue.Queue = queue.Queue()
         self.process = Child(
-            target="eagleray.server.entry:run",
+            target=target,
             member=client,
             payload=msgspec.msgpack.encode(spec),
             log=LogSettings(level="warning"),
@@ -62,8 +63,8 @@ def start(runtime_dir, listener):
     """A function that starts the server of an index."""
     servers = []
 
-    def start(index: int, incarnation: int = 0) -> Server:
-        servers.append(Server(runtime_dir, listener, ClientId("test", index, incarnation)))
+    def start(index: int, incarnation: int = 0, target: str = "eagleray.server.entry:run") -> Server:
+        servers.append(Server(runtime_dir, listener, ClientId("test", index, incarnation), target))
         return servers[-1]
 
     yield start
@@ -119,3 +120,13 @@ def test_api_server_stopped_others_keep_port(start, get):
     assert re.findall(r'^process_open_fds{server="(\d)"}', page, re.MULTILINE) == ["1"], (
         "metrics of a process that has exited"
     )
+
+
+def test_api_server_terminated_while_it_reads_exits_quietly(start, get, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    server = start(0, target="api_server_children:exit_while_reading")
+    server.attach()
+    with pytest.raises(httpx.RemoteProtocolError):
+        get("/live")
+    assert server.reports.get(timeout=SECONDS) == "it ended with exit code 143"
+    assert capfd.readouterr().err == ""

@@ -53,13 +53,19 @@ def test_child_gets_payload_and_reports(spawn):
     assert child.wait(DEADLINE)
 
 
-def test_child_terminal_signals_while_it_starts_are_ignored(spawn, capfd):
+def test_child_signals_of_the_group_while_it_starts_are_ignored(spawn, capfd):
     child, said = spawn("report", b"payload")
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         os.kill(child.pid, number)
     assert said.get(timeout=DEADLINE) == Bound(TEST, "payload")
     assert said.get(timeout=DEADLINE) == "it ended with exit code 0"
     assert capfd.readouterr().err == ""
+
+
+def test_child_signals_of_the_group_are_ignored(spawn):
+    _, said = spawn("signal_yourself")
+    assert said.get(timeout=DEADLINE) == Bound(TEST, "alive")
+    assert said.get(timeout=DEADLINE) == "it ended with exit code 0"
 
 
 def test_child_exception_arrives_as_failure_with_cause(spawn):
