@@ -67,7 +67,7 @@ def test_checked_model_length_that_the_files_do_not_say_is_left_to_the_engine(fi
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (None, "is no file; give the path of a file with a Jinja template"),
+        (None, "is not a file: give the path of a file with a Jinja template"),
         (b"{% for message in messages %}", "an error in line 1: Unexpected end of template"),
         (b"a\n{{ messages | shout }}", "an error in line 2: No filter named 'shout'"),
         (b"\xff\xfe", "'utf-8' codec can't decode byte 0xff"),

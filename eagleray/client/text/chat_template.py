@@ -161,7 +161,7 @@ def read_template(path: Path) -> str:
     read, or is not a Jinja template."""
     name = f"option `chat_template`: {shown(str(path))}"
     if not os.path.isfile(path):  # unlike `Path.is_file`, takes a text of any length
-        raise ConfigError(f"{name} is no file; give the path of a file with a Jinja template")
+        raise ConfigError(f"{name} is not a file: give the path of a file with a Jinja template")
     try:
         source = read_bounded(path, max_bytes=MAX_TEMPLATE_BYTES).decode()
         _compile(source, "auto")
