@@ -143,7 +143,7 @@ def test_load_template_file_wins_over_config_and_override_over_both(tmp_path):
     assert rendered() == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     (tmp_path / "mine.jinja").write_text("mine")
     assert rendered(chat_template=tmp_path / "mine.jinja") == "mine"
-    with pytest.raises(ConfigError, match=r"other\.jinja.* is no file"):
+    with pytest.raises(ConfigError, match=r"other\.jinja.* is not a file"):
         rendered(chat_template=tmp_path / "other.jinja")
 
 
