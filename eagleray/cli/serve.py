@@ -43,6 +43,8 @@ SECTIONS = (
 
 API_SERVER_BYTES = 2**20
 """Space in the instance's directory for the counters of an API server."""
+SAME_SIGNAL_SECONDS = 0.2
+"""Time in which another signal is part of the first one: `timeout` signals the process and then its whole group."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +105,7 @@ async def _open(config: Config, stop_signal: asyncio.Future[None]) -> Supervisor
 async def _stop(supervisor: Supervisor, grace: float) -> None:
     """Stop within `grace` seconds, or at once when a second signal comes."""
     # Not SIGHUP: when a terminal is closed, the system and the shell may send one each.
-    second_signal = _next_signal(signal.SIGINT, signal.SIGTERM)
+    second_signal = _next_signal(signal.SIGINT, signal.SIGTERM, ignored_seconds=SAME_SIGNAL_SECONDS)
     stopping = asyncio.create_task(supervisor.stop(grace))
     await _first(stopping, second_signal)
     if not stopping.done():
@@ -116,13 +118,15 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _next_signal(*numbers: signal.Signals) -> asyncio.Future[None]:
-    """Return a future that is done when one of these signals arrives. An ignored SIGHUP (nohup) stays ignored."""
+def _next_signal(*numbers: signal.Signals, ignored_seconds: float = 0.0) -> asyncio.Future[None]:
+    """Return a future that is done when one of these signals arrives, after `ignored_seconds` in which they are
+    ignored. An ignored SIGHUP (nohup) stays ignored."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
+    begin = loop.time() + ignored_seconds
 
     def on_signal() -> None:
-        if not stop.done():
+        if loop.time() >= begin and not stop.done():
             stop.set_result(None)
 
     for number in numbers:

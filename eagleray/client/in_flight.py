@@ -292,12 +292,12 @@ class InFlightRequests:
             self._record_finished(request, len(request.unfinished))
         del self._requests[request.request_id]
         request.finished_at = time.perf_counter()
+        self._leave_queue(request)
+        request.notify_reader(done=True)
         if request.trace is not None:
             request.trace.end(request)
         if request.on_end is not None:
             request.on_end(request)
-        self._leave_queue(request)
-        request.notify_reader(done=True)
 
     def _leave_queue(self, request: ClientRequest) -> None:
         if request.is_queued:

@@ -86,6 +86,8 @@ def _without_secrets(config: Config) -> dict[str, dict[str, Any]]:
     del shown["model"]["hf_token"]
     if shown["observability"]["log_config_file"] is not None:
         shown["observability"]["log_config_file"] = HIDDEN  # handlers may have keys of services
+    if "@" in (shown["observability"]["otlp_traces_endpoint"] or ""):
+        shown["observability"]["otlp_traces_endpoint"] = HIDDEN  # a password
     runtime_env = shown["ray"]["ray_runtime_env"]
     if isinstance(variables := runtime_env.get("env_vars"), dict):
         shown["ray"]["ray_runtime_env"] = runtime_env | {"env_vars": dict.fromkeys(variables, HIDDEN)}

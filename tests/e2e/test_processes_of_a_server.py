@@ -9,12 +9,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 from checkpoints import make_checkpoint
 from serving import END_SECONDS, READY_SECONDS, serve, wait_until_gone
+
+from eagleray.cli.serve import SAME_SIGNAL_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +137,7 @@ def test_serve_api_server_given_up_ends_instance_with_cause(checkpoint):
 def test_serve_stopped_drains_and_refuses_new_requests(checkpoint, how):
     with serve(checkpoint, *OPTIONS) as server, stream(server, max_tokens=1000) as lines:
         pids = server.children
-        for pid in (*pids, server.process.pid):  # as a terminal, `timeout` and systemd do
+        for pid in (server.process.pid, *pids, server.process.pid):  # as a terminal, `timeout` and systemd do
             os.kill(pid, how)
         server.wait_for("stopping", 10)
         with httpx.Client() as other:
@@ -165,6 +168,7 @@ def test_serve_second_signal_exits_at_once(checkpoint):
     with serve(checkpoint, *OPTIONS, "--shutdown-timeout", "600") as server, stream(server) as lines:
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("stopping", 10)
+        time.sleep(2 * SAME_SIGNAL_SECONDS)
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)

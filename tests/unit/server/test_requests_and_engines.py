@@ -246,6 +246,7 @@ def test_server_info_has_engines_and_configuration(checkpoint):
         "api_key": ["secret-of-ours"],
         "ray_runtime_env": {"env_vars": {"SOME_TOKEN": "secret-of-theirs"}, "pip": ["x"]},
         "log_config_file": '{"version": 1, "handlers": {"h": {"key": "secret-of-a-service"}}}',
+        "otlp_traces_endpoint": "http://user:secret-of-a-collector@127.0.0.1:1",
     }
     headers = {"Authorization": "Bearer secret-of-ours"}
     with serving(checkpoint, **options) as api:
