@@ -30,13 +30,28 @@ CLOSE_TAG = 3
 """Tag of the receive that breaks all connections. No rank sends by it."""
 
 
-def connect_gloo(store: Store, name: str, *, rank: int, size: int, host: str, timeout: timedelta) -> ProcessGroupGloo:
-    """Connect the ranks by gloo, listening on `host`, an address of this machine. `timeout` also limits operations.
+DEFAULT_NUM_THREADS = 2
+"""Threads of a group, as torch's own groups have."""
+
+
+def connect_gloo(
+    store: Store,
+    name: str,
+    *,
+    rank: int,
+    size: int,
+    host: str,
+    timeout: timedelta,
+    num_threads: int = DEFAULT_NUM_THREADS,
+) -> ProcessGroupGloo:
+    """Connect the ranks by gloo, listening on `host`, an address of this machine. `timeout` also limits operations, of
+    which each of `num_threads` threads executes one at a time.
 
     Raises `DeadlineExceeded` after `timeout`, and `ChannelClosed` if a rank is gone. `name` is the group's, for errors.
     """
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
+    options._threads = num_threads
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # by default it listens on any address
     began = time.monotonic()
     try:
@@ -53,10 +68,26 @@ def connect_gloo(store: Store, name: str, *, rank: int, size: int, host: str, ti
 class GlooConnections:
     """Connections of one rank to all others, made as `connect_gloo` does."""
 
-    def __init__(self, store: Store, name: str, *, rank: int, size: int, host: str, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        host: str,
+        timeout: float,
+        num_threads: int = DEFAULT_NUM_THREADS,
+    ) -> None:
         self.rank, self.size = rank, size
         self._group: Any = connect_gloo(
-            store, name, rank=rank, size=size, host=host, timeout=timedelta(seconds=timeout)
+            store,
+            name,
+            rank=rank,
+            size=size,
+            host=host,
+            timeout=timedelta(seconds=timeout),
+            num_threads=num_threads,
         )
 
     @property

@@ -20,6 +20,9 @@ SENDER = 0
 CONNECT_INTERVAL_SECONDS = 0.05
 """Time between two attempts to reach the trainer's store."""
 GROUP_NAME = "weights"
+NUM_THREADS = 16
+"""Threads of a group. Two are not enough for models of many small tensors: each broadcast begins with messages between
+the ranks, which others have to overlap."""
 BUCKET_BYTES = 64 * 2**20
 """Size of a bucket: large enough that its broadcast runs at full speed, and small enough that one bucket can be copied
 while the next one is received."""
@@ -72,7 +75,13 @@ class GlooGroup:
         self._timeout = timeout
         try:
             self._connections = GlooConnections(
-                group_store(store, name, "cpu"), f"the group {name!r}", rank=rank, size=size, host=host, timeout=timeout
+                group_store(store, name, "cpu"),
+                f"the group {name!r}",
+                rank=rank,
+                size=size,
+                host=host,
+                timeout=timeout,
+                num_threads=NUM_THREADS,
             )
         except ChannelClosed as error:
             raise TransferBroken(str(error)) from error
