@@ -53,7 +53,7 @@ def test_forward_row_in_a_batch_has_the_same_bits(checkpoint, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_forward_on_several_threads_has_the_same_bits(checkpoint, dtype, threads, monkeypatch):
-    monkeypatch.setattr("eagleray.kernels.cpu.threads.SINGLE_THREAD_SECONDS", 0.0)
+    monkeypatch.setattr("eagleray.kernels.cpu.linear.SINGLE_THREAD_SECONDS", 0.0)
     found = []
     for count in (1, 2, 3):
         threads(count)
