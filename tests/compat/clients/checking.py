@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 URL = os.environ["EAGLERAY_COMPAT_URL"]
 """Address of the server, without `/v1`."""
@@ -90,3 +91,14 @@ def expect_texts(texts: Sequence[object]) -> None:
     """Raise `AssertionError` if one of the values is not a text with characters."""
     for text in texts:
         expect(isinstance(text, str) and text, "a text was expected, not", text)
+
+
+def expect_chat_answer(answer: Any, max_tokens: int) -> None:
+    """Raise `AssertionError` if a chat's answer has no text, or more than `max_tokens` tokens."""
+    expect_texts([answer.choices[0].message.content])
+    expect(answer.usage.completion_tokens <= max_tokens, "too many tokens", answer.usage)
+
+
+def join_chat_events(events: Iterable[Any]) -> str:
+    """Return the text of the events of a streamed chat with one choice."""
+    return "".join(event.choices[0].delta.content or "" for event in events if event.choices)

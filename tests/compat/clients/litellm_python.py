@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import litellm
-from checking import MODEL, URL, check, expect, expect_raises, expect_texts, run_checks
+from checking import (
+    MODEL,
+    URL,
+    check,
+    expect,
+    expect_chat_answer,
+    expect_raises,
+    expect_texts,
+    join_chat_events,
+    run_checks,
+)
 
 litellm.telemetry = False
 QUESTION = [{"role": "user", "content": "What is a list?"}]
@@ -33,15 +43,13 @@ def openai_provider():
 
 @check("completion by hosted_vllm/")
 def vllm_provider():
-    answer = complete()
-    expect_texts([answer.choices[0].message.content])
-    expect(answer.usage.completion_tokens <= 8, "usage", answer.usage)
+    expect_chat_answer(complete(), max_tokens=8)
 
 
 @check("stream with usage")
 def stream():
     events = list(complete(stream=True, stream_options={"include_usage": True}, max_tokens=16))
-    expect_texts(["".join(event.choices[0].delta.content or "" for event in events if event.choices)])
+    expect_texts([join_chat_events(events)])
     expect(any(getattr(event, "usage", None) for event in events), "no usage")
 
 

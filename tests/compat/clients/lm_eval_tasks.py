@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 PROMPTS = ("def main():", "import json", "class Server:", "for name in names:", "The function returns")
 MAX_TOKENS = 6
 TASKS = TaskManager(include_defaults=False)
-"""Finds tasks; thousands of files would be read for those that lm-eval brings along."""
+"""Index of tasks, without lm-eval's own: reading their thousands of files would delay the start."""
 WITH_TOKENIZER = f"tokenizer_backend=huggingface,tokenizer={MODEL_DIRECTORY}"
 
 

@@ -6,7 +6,17 @@ import asyncio
 import base64
 
 import openai
-from checking import MODEL, URL, check, expect, expect_raises, expect_texts, run_checks
+from checking import (
+    MODEL,
+    URL,
+    check,
+    expect,
+    expect_chat_answer,
+    expect_raises,
+    expect_texts,
+    join_chat_events,
+    run_checks,
+)
 from pydantic import BaseModel
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=120.0)
@@ -32,16 +42,14 @@ def models():
 
 @check("chat")
 def chat_answers():
-    answer = chat()
-    expect_texts([answer.choices[0].message.content])
-    expect(answer.usage.completion_tokens <= 8, "too many tokens", answer.usage)
+    expect_chat_answer(chat(), max_tokens=8)
 
 
 @check("chat stream")
 def chat_stream():
     whole = chat().choices[0].message.content
     events = list(chat(stream=True, stream_options={"include_usage": True}))
-    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    text = join_chat_events(events)
     expect(text == whole, "stream and answer differ:", text, whole)
     expect(events[-1].usage.completion_tokens == 8, "usage of the stream:", events[-1].usage)
 

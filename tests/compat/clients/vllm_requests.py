@@ -1,4 +1,4 @@
-"""Requests that are made of vLLM's classes, and comparison of the answers with them.
+"""Send requests made of vLLM's classes, and compare the keys of the answers with those classes.
 
 Used by the scripts beside it, which run in vLLM's environment.
 """
@@ -36,7 +36,7 @@ def _send(request: urllib.request.Request) -> str:
 
 
 def events(path: str, body: BaseModel) -> list[str]:
-    """Return the data of each event of a stream, without the last one of OpenAI's streams."""
+    """Return the data of each event of a stream, except the `[DONE]` at the end."""
     lines = [line.removeprefix("data: ") for line in post(path, body).splitlines() if line.startswith("data: ")]
     expect(lines, "no events")
     return [line for line in lines if line != "[DONE]"]
@@ -45,7 +45,7 @@ def events(path: str, body: BaseModel) -> list[str]:
 def check_keys(answer: str, read: BaseModel) -> None:
     """Raise `AssertionError` if the answer lacks a key, at any depth, that vLLM's class would write."""
     missing = sorted(missing_keys(json.loads(answer), json.loads(read.model_dump_json())))
-    expect(not missing, "keys that vLLM's answer has and this one has not:", missing)
+    expect(not missing, "keys that vLLM's answer would also have:", missing)
 
 
 def missing_keys(ours: Any, written: Any, path: str = "") -> set[str]:

@@ -72,7 +72,7 @@ def test_body_maker_nothing_hostile_fits_the_schema():
     for body in sane:
         try:
             msgspec.json.decode(body, type=CompletionRequest)
-        except msgspec.ValidationError as error:  # its numbers bound each other, which a schema cannot say
+        except msgspec.ValidationError as error:  # its numbers limit each other, which a schema cannot express
             assert "repetition_detection" in str(error)
 
 
