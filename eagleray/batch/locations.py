@@ -66,16 +66,15 @@ def local_output(location: str) -> Iterator[Path]:
         yield Path(location).expanduser()
         return
     journal = JOURNALS.expanduser() / f"{hashlib.sha256(location.encode()).hexdigest()[:16]}.jsonl"
-    lock = journal.with_suffix(".lock")
-    try:
-        journal.parent.mkdir(parents=True, exist_ok=True)
-        lock.open("ab").close()  # `free_lock` does not distinguish a file that cannot be opened from one that is locked
-    except OSError as error:
-        raise ConfigError(
-            f"--output-file {location!r}: its answers are collected in {str(journal.parent)!r} until the batch ends, "
-            f"and nothing can be written there: {error.strerror}; make that possible, or name a local file"
-        ) from None
-    with free_lock(lock) as is_free:
+    with contextlib.ExitStack() as stack:
+        try:
+            journal.parent.mkdir(parents=True, exist_ok=True)
+            is_free = stack.enter_context(free_lock(journal.with_suffix(".lock"), is_temporary=True))
+        except OSError as error:
+            raise ConfigError(
+                f"--output-file {location!r}: its answers are collected in {str(journal.parent)!r} until the batch "
+                f"ends, and nothing can be written there: {error.strerror}; make that possible, or name a local file"
+            ) from None
         if not is_free:
             raise ConfigError(f"--output-file {location!r}: another batch is writing it: name another file")
         with _explaining("--output-file", location):
@@ -104,12 +103,15 @@ def _fetch(system: Any, remote: str, journal: Path) -> None:
     """Copy the answers of an earlier run to the journal, as a whole. Without such a file, write an empty one to both
     places, so that a location that cannot be written is an error before the rows are answered."""
     part = journal.with_suffix(".part")
-    if system.exists(remote):
-        system.get_file(remote, str(part))
-    else:
-        part.write_bytes(b"")
-        _send(system, part, remote)
-    os.replace(part, journal)
+    try:
+        if system.exists(remote):
+            system.get_file(remote, str(part))
+        else:
+            part.write_bytes(b"")
+            _send(system, part, remote)
+        os.replace(part, journal)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _send(system: Any, file: Path, remote: str) -> None:

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -191,7 +191,9 @@ def _remove_leftovers(repo: CachedRepo) -> None:
     it; a file that is being downloaded is recognized by its blob's lock."""
     for path in (repo.path / "blobs").glob("*.incomplete"):
         if match := LEFTOVER.fullmatch(path.name):
-            with free_lock(repo.lock_file.with_name(f"{match[1]}.lock")) as is_free:
+            lock = repo.lock_file.with_name(f"{match[1]}.lock")
+            # of a user whose files this one may not write
+            with suppress(OSError), free_lock(lock) as is_free:
                 if is_free:
                     path.unlink(missing_ok=True)
 

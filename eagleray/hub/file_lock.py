@@ -27,7 +27,7 @@ def file_lock(path: Path, *, timeout: float, purpose: str) -> Iterator[None]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+        descriptor = _open(path)
     except OSError as error:
         raise unwritable(purpose, path.parent, str(error.strerror)) from None
     try:
@@ -38,21 +38,36 @@ def file_lock(path: Path, *, timeout: float, purpose: str) -> Iterator[None]:
 
 
 @contextmanager
-def free_lock(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file within the block if no other process has it. Yields whether it is held."""
+def free_lock(path: Path, *, is_temporary: bool = False) -> Iterator[bool]:
+    """Hold the lock of a file within the block if no other process has it. Yields whether it is held.
+
+    `is_temporary`: whether the file is removed before its lock is released. Raises `OSError` if the file cannot be
+    opened or locked.
+    """
+    descriptor = _open(path)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
-    except OSError:
-        yield False
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        yield False
-    else:
-        yield True
+        # without a link, the file was removed by its last holder, and others lock a new one
+        is_held = _try_lock(descriptor) and os.fstat(descriptor).st_nlink > 0
+        try:
+            yield is_held
+        finally:
+            if is_held and is_temporary:
+                path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock an open file unless another process has locked it. Returns whether it is locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _wait_for(descriptor: int, path: Path, timeout: float, purpose: str) -> None:
@@ -60,10 +75,8 @@ def _wait_for(descriptor: int, path: Path, timeout: float, purpose: str) -> None
     is_logged = False
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            pass
+            if _try_lock(descriptor):
+                return
         except OSError as error:  # some network file systems have no locks
             raise unwritable(purpose, path.parent, f"files cannot be locked there ({error.strerror})") from None
         if time.monotonic() >= deadline:

@@ -109,7 +109,7 @@ def test_output_at_a_url_is_copied_at_the_end_and_continued(memory):
     for line in ("one\n", "two\n"):
         with local_output(URL) as path, path.open("a") as file:
             file.write(line)
-        assert not path.exists()
+        assert list(path.parent.iterdir()) == []
     assert memory.cat("/batches/out.jsonl") == b"one\ntwo\n"
 
 
@@ -141,10 +141,11 @@ def test_output_that_cannot_be_copied_stays_and_is_named(memory, monkeypatch):
     assert path.read_text() == "one\n"
 
 
-def test_output_that_cannot_be_written_is_refused_before_rows_are_answered(memory, monkeypatch):
+def test_output_that_cannot_be_written_is_refused_before_rows_are_answered(memory, tmp_path, monkeypatch):
     monkeypatch.setattr(type(memory), "put_file", refuse)
     with pytest.raises(ConfigError, match=r"--output-file .*access is denied"), local_output(URL):
         raise AssertionError
+    assert list((tmp_path / "journals").iterdir()) == []
 
 
 def test_output_of_a_running_batch_is_refused_and_left(memory):
@@ -179,9 +180,7 @@ def test_output_journals_that_cannot_be_made_are_named(tmp_path, monkeypatch):
 
 def test_output_lock_that_cannot_be_opened_is_no_other_batch(tmp_path):
     with local_output(URL):
-        pass
-    [lock] = (tmp_path / "journals").iterdir()
-    lock.unlink()
+        [lock] = (tmp_path / "journals").glob("*.lock")
     lock.mkdir()
     with pytest.raises(ConfigError, match=r"nothing can be written there: Is a directory"), local_output(URL):
         pass

@@ -129,10 +129,11 @@ def test_download_connection_that_breaks_goes_on_with_a_range(hub, monkeypatch):
 
 def test_download_removes_files_of_killed_downloads_alone(hub, cache):
     repo = CachedRepo(cache, "org/model")
-    names = ["aa.0123abcd.incomplete", "bb.0123abcd.incomplete", "cc.incomplete", "dd"]
+    names = ["aa.0123abcd.incomplete", "bb.0123abcd.incomplete", "cc.0123abcd.incomplete", "dd.incomplete", "ee"]
     (repo.path / "blobs").mkdir(parents=True)
     for name in names:
         (repo.path / "blobs" / name).write_bytes(b"part")
+    repo.lock_file.with_name("cc.lock").mkdir(parents=True)  # cannot be opened, as one of another user
     with file_lock(repo.lock_file.with_name("bb.lock"), timeout=0, purpose="another download"):
         prepare_model(model())
     assert [name for name in names if (repo.path / "blobs" / name).exists()] == names[1:]
