@@ -24,7 +24,7 @@ PRIVATE_KEY = "PRIVATE KEY-----"
 DAMAGED = "it is damaged"
 
 DATE_ERRORS = (9, 10)
-"""Codes of OpenSSL for certificates that are not valid yet, and for those that have expired."""
+"""OpenSSL's codes X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 
 FileStates = tuple[tuple[int, int, int] | None, ...]
 """Modification time in ns, inode and size of each file; None for one that is missing."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from eagleray.process.parent import Parent
 from eagleray.server import entry
 from eagleray.server.http_protocol import HttpProtocol
@@ -17,5 +19,6 @@ def exit_while_reading(payload: bytes, parent: Parent) -> None:
         parent.has_told_to_exit = True
         os.kill(os.getpid(), signal.SIGTERM)
 
-    HttpProtocol.data_received = data_received  # type: ignore[method-assign]
-    entry.run(payload, parent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HttpProtocol, "data_received", data_received)
+        entry.run(payload, parent)

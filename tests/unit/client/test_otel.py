@@ -130,26 +130,21 @@ class Collector:
     def __init__(self):
         self.answers = []
         self.num_spans = 0
+        self.num_unseen_exports = threading.Semaphore(0)
         self.may_answer = threading.Event()
-        self.is_shut_down = False
+        self.is_shut_down = threading.Event()
 
     def export(self, spans):
         self.may_answer.wait(5)
         self.num_spans += len(spans)
+        self.num_unseen_exports.release()
         answer = self.answers.pop(0) if self.answers else SpanExportResult.SUCCESS
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def shutdown(self):
-        self.is_shut_down = True
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "the thread has not sent"
-        time.sleep(0.005)
+        self.is_shut_down.set()
 
 
 def end_spans(tracer, count):
@@ -165,7 +160,8 @@ def test_collector_that_is_down_is_logged_once_until_it_is_back(caplog):
     tracer = RequestTracer(collector, target="http://nowhere", label="client-0", model="tiny")
     for number in range(1, 6):
         end_spans(tracer, 1)
-        wait_until(lambda number=number: collector.num_spans == number)
+        assert collector.num_unseen_exports.acquire(timeout=5), "the thread has not sent"
+        assert collector.num_spans == number
     asyncio.run(tracer.close())
     assert [record.getMessage() for record in caplog.records] == [
         "the collector at http://nowhere takes no spans: they are dropped until it does",
@@ -195,9 +191,9 @@ def test_close_collector_that_does_not_answer_ends(caplog, monkeypatch):
         "the collector at http://stuck has not taken the last spans: they are dropped"
     ]
     assert {thread.daemon for thread in threading.enumerate() if thread not in before} == {True}
-    assert not collector.is_shut_down
+    assert not collector.is_shut_down.is_set()
     collector.may_answer.set()
-    wait_until(lambda: collector.is_shut_down)  # the threads have ended
+    assert collector.is_shut_down.wait(5), "the threads have not ended"
 
 
 def test_open_variable_that_cannot_be_used_is_refused(monkeypatch):
