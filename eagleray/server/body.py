@@ -51,9 +51,6 @@ IGNORED_FIELDS = "ignored_fields"
 LARGE_BODY_BYTES = 2**20
 """Size from which on the values of a body are counted before it is decoded."""
 
-MAX_CONVERTED_VALUES = 2**16
-"""Most values of a body whose lists and objects are converted too, which takes microseconds for each value."""
-
 MAX_LENGTH_DIGITS = 20
 """Digits of a Content-Length that are read: a number with more is too large in any case."""
 
@@ -155,7 +152,7 @@ class BodyDecoder(Generic[T]):
                 fields = _object(msgspec.json.decode(body))
             else:
                 fields, unknown = self._lenient.known_fields(body)
-        reading = self._lenient.read(fields, unknown, converts_items=body.count(b",") <= MAX_CONVERTED_VALUES)
+        reading = self._lenient.read(fields, unknown)
         if reading.ignored and state is not None:
             self._ignored_log.note(reading.ignored.names)
             state[IGNORED_FIELDS] = reading.ignored.header

@@ -6,6 +6,7 @@ collected. Holds no state of any request; driven by `body`.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -15,7 +16,8 @@ from msgspec import UNSET, inspect
 
 from eagleray.errors import InvalidRequest, UnsupportedParameter
 from eagleray.log import get_logger
-from eagleray.server.coercion import alternatives, coerce, field_types
+from eagleray.messages.sampling import MAX_LOGIT_BIASES
+from eagleray.server.coercion import Coercion, alternatives, field_types
 from eagleray.server.field_fates import Fate, Feature
 
 logger = get_logger(__name__)
@@ -115,10 +117,9 @@ class LenientReader(Generic[T]):
         fields = msgspec.structs.asdict(found)
         return {name: value for name, value in fields.items() if value is not UNSET}, unknown
 
-    def read(self, fields: Mapping[str, Any], unknown: str | None, *, converts_items: bool) -> Reading[T]:
-        """Read the fields of a body. `unknown`: name of the first field that `known_fields` skipped, if any.
-        `converts_items`: whether the values in lists and objects are converted, too."""
-        reading = _FieldReader(self._fates, self._explain, converts_items=converts_items)
+    def read(self, fields: Mapping[str, Any], unknown: str | None) -> Reading[T]:
+        """Read the fields of a body. `unknown`: name of the first field that `known_fields` skipped, if any."""
+        reading = _FieldReader(self._fates, self._explain)
         body = reading.read_struct(self._kind, fields, "")
         if unknown is not None:
             reading.ignored.add(unknown)
@@ -129,9 +130,9 @@ class LenientReader(Generic[T]):
 class _FieldReader:
     """Reads the fields of one body."""
 
-    def __init__(self, fates: Mapping[str, Fate], explain: Explain, *, converts_items: bool) -> None:
+    def __init__(self, fates: Mapping[str, Fate], explain: Explain) -> None:
         self.ignored = IgnoredFields()
-        self._converts_items = converts_items
+        self._coerce = Coercion().coerce
         self._fates = fates
         self._explain = explain
         self._wrong: list[InvalidRequest] = []
@@ -166,17 +167,13 @@ class _FieldReader:
         struct = _struct_of(kind)
         if struct is not None and isinstance(value, dict):
             return self.read_struct(struct, value, f"{path}.")
-        converts = self._converts_items or not isinstance(value, list | dict)
         try:
             try:
                 return msgspec.convert(value, annotation, str_keys=True)
             except msgspec.ValidationError:
-                if not converts:
-                    raise
-            return msgspec.convert(coerce(value, kind), annotation, str_keys=True)
+                return msgspec.convert(self._coerce(value, kind), annotation, str_keys=True)
         except msgspec.ValidationError as error:
-            entry = _wrong_entry(value, kind, path) if converts else None
-            self._wrong.append(entry or self._explain(str(error), path))
+            self._wrong.append(self._wrong_entry(value, kind, path) or self._explain(str(error), path))
         except RecursionError:
             self._wrong.append(InvalidRequest(f"`{path}` is nested too deeply", param=path))
         return None
@@ -186,12 +183,31 @@ class _FieldReader:
         fate = self._fates.get(path)
         if fate is None:
             self.ignored.add(path)
-        elif fate.kind == "accept" or _is_off(value, fate, fields):
+        elif fate.kind == "accept" or self._is_off(value, fate, fields):
             return
         elif fate.kind == "ignore":
             self.ignored.add(path)
         else:
             self._asked.setdefault(fate.feature, []).append(path)
+
+    def _wrong_entry(self, value: Any, kind: inspect.Type, path: str) -> InvalidRequest | None:
+        """Return the error for the first wrong entry of a `value` that is an object and should be one by token ids."""
+        by_token = next((one for one in alternatives(kind) if isinstance(one, inspect.DictType)), None)
+        if by_token is None or not isinstance(by_token.key_type, inspect.IntType) or not isinstance(value, dict):
+            return None
+        for key, item in itertools.islice(value.items(), MAX_LOGIT_BIASES):
+            if not isinstance(self._coerce(key, by_token.key_type), int):
+                return InvalidRequest(f"`{path}`: the key {key!r:.40} is not a token id", param=path)
+            if not isinstance(self._coerce(item, by_token.value_type), int | float):
+                return InvalidRequest(f"`{path}`: the value of {key!r:.40} must be a number", param=path)
+        return None
+
+    def _is_off(self, value: Any, fate: Fate, fields: Mapping[str, Any]) -> bool:
+        off = (*fate.off, fields.get(fate.equal_to) or 1) if fate.equal_to else fate.off
+        return any(self._is_same(value, one) for one in off)
+
+    def _is_same(self, value: Any, off: Any) -> bool:
+        return bool(self._coerce(value, inspect.type_info(type(off))) == off)
 
 
 def shown_name(name: str) -> str:
@@ -212,25 +228,3 @@ def unsupported_feature(feature: Feature, names: Iterable[str]) -> UnsupportedPa
 def _struct_of(kind: inspect.Type) -> type[Any] | None:
     """Return the struct that a value of this type is or may be."""
     return next((one.cls for one in alternatives(kind) if isinstance(one, inspect.StructType)), None)
-
-
-def _wrong_entry(value: Any, kind: inspect.Type, path: str) -> InvalidRequest | None:
-    """Return the error for the first wrong entry of a `value` that is an object and should be one by token ids."""
-    by_token = next((one for one in alternatives(kind) if isinstance(one, inspect.DictType)), None)
-    if by_token is None or not isinstance(by_token.key_type, inspect.IntType) or not isinstance(value, dict):
-        return None
-    for key, item in value.items():
-        if not isinstance(coerce(key, by_token.key_type), int):
-            return InvalidRequest(f"`{path}`: the key {key!r:.40} is not a token id", param=path)
-        if not isinstance(coerce(item, by_token.value_type), int | float):
-            return InvalidRequest(f"`{path}`: the value of {key!r:.40} must be a number", param=path)
-    return None
-
-
-def _is_off(value: Any, fate: Fate, fields: Mapping[str, Any]) -> bool:
-    off = (*fate.off, fields.get(fate.equal_to) or 1) if fate.equal_to else fate.off
-    return any(_is_same(value, one) for one in off)
-
-
-def _is_same(value: Any, off: Any) -> bool:
-    return bool(coerce(value, inspect.type_info(type(off))) == off)

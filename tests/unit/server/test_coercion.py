@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from eagleray.server.coercion import coerce
+from eagleray.server.coercion import MAX_CONVERTED_ITEMS, Coercion
 
 WRONG = object()
 """Result of pydantic where it raises; the value stays, and msgspec refuses it."""
@@ -64,6 +64,10 @@ RESULTS: list[tuple[Any, Any, Any]] = [
 ]
 
 
+def coerce(value: Any, kind: inspect.Type) -> Any:
+    return Coercion().coerce(value, kind)
+
+
 @pytest.mark.parametrize(("value", "kind", "expected"), RESULTS)
 def test_coerce_values_are_converted_as_by_pydantic(value, kind, expected):
     converted = coerce(value, inspect.type_info(kind))
@@ -83,3 +87,13 @@ def test_coerce_nan_of_a_text_is_a_float():
 def test_coerce_long_texts_are_not_read_as_numbers():
     assert coerce("9" * 100_000, inspect.type_info(int)) == "9" * 100_000
     assert coerce("9" * 100_000, inspect.type_info(float)) == "9" * 100_000
+
+
+def test_coerce_lists_and_objects_beyond_the_limit_are_left():
+    coercion, numbers = Coercion(), inspect.type_info(list[int])
+    half = ["1"] * (MAX_CONVERTED_ITEMS // 2)
+    assert coercion.coerce([half, half], inspect.type_info(list[list[int]])) == [[1] * len(half), half]
+    assert coercion.coerce(["1"], numbers) == ["1"]
+    assert coercion.coerce({"a": "1"}, inspect.type_info(dict[str, int])) == {"a": "1"}
+    assert coercion.coerce("1", inspect.type_info(int)) == 1
+    assert Coercion().coerce(["1"] * MAX_CONVERTED_ITEMS, numbers) == [1] * MAX_CONVERTED_ITEMS
