@@ -21,6 +21,8 @@ from pathlib import Path
 
 import msgspec
 
+from eagleray.transport.runtime_dir import no_room
+
 RECORD_BYTES = 256
 NUMBER = struct.Struct("d")
 NAME_BYTES = RECORD_BYTES - NUMBER.size
@@ -67,13 +69,16 @@ class Ledger:
     def open(cls, directory: Path, server: int) -> Ledger:
         """Open the ledger of the instance whose files are in `directory`, to be written as this server.
 
-        Raises `OSError` if there is no room for its file.
+        Raises `ConfigError` if there is no room for its file.
         """
-        directory.mkdir(exist_ok=True)
-        with (directory / str(server)).open("a+b") as file:
-            file.write(bytes(NUM_RECORDS * RECORD_BYTES - file.tell()))
-            file.flush()
-            ledger = cls(directory, mmap.mmap(file.fileno(), NUM_RECORDS * RECORD_BYTES))
+        try:
+            directory.mkdir(exist_ok=True)
+            with (directory / str(server)).open("a+b") as file:
+                file.write(bytes(NUM_RECORDS * RECORD_BYTES - file.tell()))
+                file.flush()
+                ledger = cls(directory, mmap.mmap(file.fileno(), NUM_RECORDS * RECORD_BYTES))
+        except OSError as error:
+            raise no_room(directory, error) from error
         ledger._numbers[ledger._place(PROCESS)] = os.getpid()
         return ledger
 

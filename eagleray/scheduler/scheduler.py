@@ -120,7 +120,7 @@ class Scheduler:
             num_kv_blocks=self._cache.num_blocks,
             num_free_kv_blocks=self._cache.num_free_blocks,
             update=self._update,
-            num_deferred=self._waiting.num_deferred,
+            num_deferred=len(self._waiting) if self._is_stopped else self._waiting.num_deferred,
             running_adapters=self.adapters.running,
             waiting_adapters=self.adapters.waiting,
             distributions=self._histograms.report(),

@@ -106,12 +106,13 @@ class Backlog:
 
     @property
     def num_to_admit(self) -> int:
-        """Number of requests that are admitted as soon as there is room; requests that are held back do not count."""
+        """Number of requests that need no `release` to be admitted, only room and, if suspects, their turn."""
         return len(self._admissible) + len(self._quarantine)
 
     @property
     def num_deferred(self) -> int:
-        """Number of requests that are not admitted although there may be room."""
+        """Number of requests that room alone does not admit: suspects that wait for their turn, and requests that are
+        held back."""
         return len(self._held_back) + len(self._quarantine)
 
     def push(self, request: Request) -> None:

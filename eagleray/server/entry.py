@@ -114,8 +114,8 @@ def run(payload: bytes, parent: Parent) -> None:
     spec = msgspec.msgpack.decode(payload, type=ApiServerSpec)
     runtime_dir, index = Path(spec.runtime_dir), spec.client.index
     with contextlib.ExitStack() as stack:
+        ledger = stack.enter_context(contextlib.closing(Ledger.open(runtime_dir / "metrics", index)))
         try:
-            ledger = stack.enter_context(contextlib.closing(Ledger.open(runtime_dir / "metrics", index)))
             counts = ConnectionCounts(
                 runtime_dir / "connections", server=index, num_servers=spec.config.serving.api_server_count
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from contextlib import closing
 import pytest
 from metrics_fakes import instance, samples
 
+from eagleray.errors import ConfigError
 from eagleray.metrics.ledger import NAME_BYTES, NUM_RECORDS, RECORD_BYTES, Ledger
 
 KILLED = """
@@ -88,6 +90,16 @@ def test_ledger_short_file_is_completed(tmp_path, size):
     add(tmp_path, 0, "a")
     assert total(tmp_path, "a") == 1
     assert (tmp_path / "0").stat().st_size == NUM_RECORDS * RECORD_BYTES
+
+
+def test_ledger_file_above_the_size_limit_is_refused(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30 * 1024, hard))
+    try:
+        with pytest.raises(ConfigError, match="`ulimit -f` says 30720 bytes"):
+            Ledger.open(tmp_path / "metrics", 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_ledger_scrape_during_start_sees_short_file(tmp_path):
