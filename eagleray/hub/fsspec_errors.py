@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-MAX_DETAIL_CHARS = 300
+from eagleray.hub.hub_errors import error_detail
 
 
 def fsspec_problem(error: Exception, url: str) -> str:
     """Return what is wrong with a URL that fsspec could not read or write."""
     # The file system of HTTP reports every failure as a missing file, with its cause.
     cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ is not None else error
-    text = str(cause)[:MAX_DETAIL_CHARS]
-    detail = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
-    if isinstance(cause, ImportError) or (isinstance(cause, ValueError) and "protocol" in text.lower()):
+    detail = error_detail(cause)
+    if isinstance(cause, ImportError) or (isinstance(cause, ValueError) and "protocol" in str(cause).lower()):
         return (
-            f"{url.partition('://')[0]}:// is read by fsspec, and {text or detail}: install it with "
+            f"{url.partition('://')[0]}:// is read by fsspec, and {str(cause) or detail}: install it with "
             "`pip install 'eagleray[fsspec]'`, which has s3:// and gs://, or the package of your file system"
         )
     if isinstance(status := getattr(cause, "status", None), int):

@@ -59,7 +59,9 @@ def explain(error: Exception, repo: CachedRepo, revision: str, *, endpoint: str,
             "a commit"
         )
     if isinstance(error, hub.EntryNotFoundError):
-        return CheckpointError(f"model {repo_id!r}: {endpoint} lists a file that it does not have: {_detail(error)}")
+        return CheckpointError(
+            f"model {repo_id!r}: {endpoint} lists a file that it does not have: {error_detail(error)}"
+        )
     if status == 401 and not isinstance(error, hub.RepositoryNotFoundError):
         return CheckpointError(
             f"model {repo_id!r}: {endpoint} refused the token: give a valid one in HF_TOKEN or as "
@@ -78,13 +80,19 @@ def explain(error: Exception, repo: CachedRepo, revision: str, *, endpoint: str,
         )
     if status is not None:
         kind = HubUnreachable if status == 429 or status >= 500 else CheckpointError
-        return kind(f"model {repo_id!r}: {endpoint} answered with status {status}: {_detail(error)}")
+        return kind(f"model {repo_id!r}: {endpoint} answered with status {status}: {error_detail(error)}")
     state = "complete in" if repo.path.is_dir() else "in"
     return HubUnreachable(
         f"model {repo_id!r}: there is no such directory, it is not {state} the cache {str(repo.cache)!r}, and "
-        f"{endpoint} cannot be reached ({_detail(error)}){_nearest(repo)}; check the connection or HF_ENDPOINT, or "
-        f"elsewhere run {download_command(repo, revision)} and copy the cache"
+        f"{endpoint} cannot be reached ({error_detail(error)}){_nearest(repo)}; check the connection or HF_ENDPOINT, "
+        f"or elsewhere run {download_command(repo, revision)} and copy the cache"
     )
+
+
+def error_detail(error: BaseException) -> str:
+    """Return the class and the beginning of the message of an error, on one line."""
+    text = " ".join(str(error).split()) or "no details"
+    return f"{type(error).__name__}: {text[:MAX_DETAIL_CHARS]}"
 
 
 def _nearest(repo: CachedRepo) -> str:
@@ -94,8 +102,3 @@ def _nearest(repo: CachedRepo) -> str:
 
 def _token(has_token: bool) -> str:
     return "the token that was sent has no access" if has_token else "no token was sent"
-
-
-def _detail(error: Exception) -> str:
-    text = " ".join(str(error).split()) or "no details"
-    return f"{type(error).__name__}: {text[:MAX_DETAIL_CHARS]}"
