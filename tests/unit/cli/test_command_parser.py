@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import eagleray
 from eagleray.cli.command_parser import CommandParser
 from eagleray.cli.main import main
 from eagleray.cli.options import program_options, server_config
@@ -140,4 +141,4 @@ def test_server_config_wrong_key_of_a_file_is_named_with_the_file(tmp_path):
 
 def test_python_m_eagleray_is_the_command():
     run = subprocess.run([sys.executable, "-m", "eagleray", "--version"], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "0.1.0"
+    assert run.stdout.strip() == eagleray.__version__

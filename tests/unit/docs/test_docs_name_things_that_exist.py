@@ -1,4 +1,4 @@
-"""README.md and docs/: every path, symbol, option, metric and make target that they name exists."""
+"""Markdown files: every path, symbol, option, metric and make target that they name exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 from named_things import Code, Mention, links, mentions, stale_names
 
 ROOT = Path(__file__).parents[3]
-DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+FOLDERS = ("docs", "deploy", "examples")
+FILES = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in FILES)
 
 FOREIGN = {
     *("nohup", "ps"),  # the system's
