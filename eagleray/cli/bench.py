@@ -13,11 +13,15 @@ REQUIRED = ("aiohttp", "matplotlib")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmarks' arguments. Raises `UserError` if a library of the extra is not installed."""
-    if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
+    if missing := missing_libraries():
         raise UserError(f'`eagleray bench` needs {" and ".join(missing)}: pip install "eagleray[bench]"')
     from eagleray_bench import commands
 
     commands.add_arguments(parser)
+
+
+def missing_libraries() -> list[str]:
+    return [name for name in REQUIRED if importlib.util.find_spec(name) is None]
 
 
 def run(arguments: argparse.Namespace) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import eagleray
 from eagleray.cli.api_key import hide_api_keys
@@ -21,6 +21,8 @@ COMMANDS = {
     "chat": "talk to a model of a running server",
     "complete": "complete texts with a model of a running server",
     "bench": "measure a server, a model or a part",
+    "completion": "print a script that completes eagleray's commands and options in a shell",
+    "collect-env": "print versions, processor, memory and kernels of this machine",
 }
 
 COMMAND_MEANINGS = {
@@ -34,6 +36,8 @@ COMMAND_MEANINGS = {
     "completion": "complete",
     "talk": "chat",
     "benchmark": "bench",
+    "collect_env": "collect-env",
+    "env": "collect-env",
 }
 """Commands that words of other programs mean."""
 
@@ -57,17 +61,23 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    chosen = _command(arguments)
+    return make_parser([chosen] if chosen else []).parse(arguments)
+
+
+def make_parser(chosen: Collection[str]) -> CommandParser:
+    """Return the parser of all commands, with the options of the chosen ones. Raises `UserError` if one of these needs
+    a library that is not installed."""
     parser = CommandParser(prog="eagleray", description=eagleray.__doc__)
     parser.add_argument("--version", action="version", version=eagleray.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = _command(arguments)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        if name == chosen:
+        if name in chosen:
             module = importlib.import_module(f"eagleray.cli.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    return parser.parse(arguments)
+    return parser
 
 
 def _command(arguments: Sequence[str]) -> str | None:

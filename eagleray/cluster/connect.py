@@ -93,6 +93,22 @@ def connect(
     return _connection(ray.shutdown, is_own=False)
 
 
+def describe_cluster() -> dict[str, str]:
+    """Return Ray's version, the source of its token, and the cluster that an engine would join here, or why it could
+    not. Connects to no cluster."""
+    try:
+        address = _resolve(None)
+        if address is None:
+            cluster = "none runs here: an engine would start one"
+        else:
+            _authenticate(address)
+            check_cluster(address)
+            cluster = f"{address}, can be joined"
+    except ClusterError as error:
+        cluster = str(error)
+    return {"version": ray.__version__, "token": token_source() or "none", "cluster": cluster}
+
+
 def _start_local(namespace: str, keep: Sequence[str], on_lost: OnLost) -> Connection:
     with ExitStack() as undo:
         try:

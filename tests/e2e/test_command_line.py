@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,15 @@ def test_unknown_command_is_refused():
 
 def test_version_flag_prints_the_version():
     assert eagle("--version").stdout.strip() == eagleray.__version__
+
+
+def test_collect_env_command_prints_json_without_secrets(monkeypatch):
+    monkeypatch.setenv("EAGLERAY_API_KEY", "hidden-word")
+    run = eagle("collect-env", "--json")
+    facts = json.loads(run.stdout)
+    assert facts["eagleray"]["version"] == eagleray.__version__
+    assert {"Ray", "torch", "kernels", "memory", "packages"} <= facts.keys()
+    assert "hidden-word" not in run.stdout + run.stderr
 
 
 def test_api_server_and_supervisor_do_not_load_torch(server):
