@@ -84,6 +84,11 @@ def next_incarnation(member: Member) -> Member:
     return msgspec.structs.replace(member, incarnation=member.incarnation + 1)
 
 
+def replica_key(member: Member) -> Member:
+    """Return the key of the member's replica, which is the same for all incarnations."""
+    return msgspec.structs.replace(member, incarnation=0)
+
+
 def new_instance_name(given: str | None = None) -> str:
     """Return a unique name for an instance that is starting; it begins with the name that the user has `given`.
 

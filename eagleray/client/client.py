@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -44,6 +45,7 @@ from eagleray.messages.lifecycle import (
     SupervisorToClient,
     Unreachable,
 )
+from eagleray.messages.member_history import MemberHistory
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient, ExpertLoad, WorkersReturned
 from eagleray.messages.requests import ClientToEngine
@@ -90,6 +92,8 @@ class Client:
         """The latest statistics of each engine that has joined and sent some."""
         self.expert_load: Mapping[EngineId, ExpertLoad] = router.known_engines.expert_load
         """The latest load of the experts of each engine that has joined and sent one."""
+        self.history = MemberHistory()
+        """Changes of the membership, as every client of the instance sees them."""
         self._client_id = client_id
         self._inbox = inbox
         self._outbox = outbox
@@ -98,6 +102,7 @@ class Client:
         self._request_log = request_log
         self._known_engines = router.known_engines
         self._engines_changed = asyncio.Event()
+        self._on_change: Callable[[], None] = lambda: None
         self._in_flight = InFlightRequests(client_id, router=router, send=outbox.send)
         self._rpc_calls = RpcCalls(client_id, send=outbox.send)
         self._control_calls = ControlCalls(client_id, send=partial(outbox.send, SUPERVISOR))
@@ -169,6 +174,11 @@ class Client:
     def observe_recovery(self, observer: RecoveryObserver) -> None:
         """Report restarts of requests to `observer`."""
         self._in_flight.observer = observer
+
+    def observe_instance(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` after each change of the membership or of the instance's state, and when this client is
+        stopped."""
+        self._on_change = on_change
 
     @property
     def num_requests(self) -> int:
@@ -338,6 +348,12 @@ class Client:
                 self._known_engines.record_report(message)
             case WorkersReturned():
                 self._rpc_calls.deliver(message)
+            case _:
+                self._handle_supervisor(message)
+                self._on_change()
+
+    def _handle_supervisor(self, message: SupervisorToClient) -> None:
+        match message:
             case ControlReturned():
                 self._control_calls.deliver(message)
             case Command():
@@ -346,29 +362,33 @@ class Client:
                 self._outbox.send(SUPERVISOR, execute(message, self._client_id, self._in_flight))
             case StateChanged(state):
                 self.state = state
-            case Attach(supervisor=supervisor, members=members, heartbeat=heartbeat, missing=missing, state=state):
-                self.state = state
-                self._outbox.connect(SUPERVISOR, supervisor)
-                for member in members:
-                    self._on_joined(member)
-                for left in missing:
-                    self._handle(left)
-                self._start_heartbeat(heartbeat)
-                self._outbox.send(SUPERVISOR, ClientStarted(self._client_id))
-                self.attached.set()
+            case Attach():
+                self._on_attached(message)
             case Joined():
+                self.history.record(message)
                 self._on_joined(message)
-            case Left(EngineId() as engine, cause, returns, info):
-                if info is not None:
-                    self._known_engines.set_absent_info(info)
-                self._on_engine_left(engine, cause, returns)
             case Left():
-                pass  # another client
+                self.history.record(message)
+                self._on_left(message)
             case Stop(grace, cause):
                 self.grace = grace
                 self.stopping.set()
                 if cause:
                     self._fail(cause)
+
+    def _on_attached(self, attach: Attach) -> None:
+        self.state = attach.state
+        self._outbox.connect(SUPERVISOR, attach.supervisor)
+        for member in attach.members:
+            self._on_joined(member)
+        for left in attach.missing:
+            self._on_left(left)
+        for event in attach.history:
+            self.history.record(event)
+        self._start_heartbeat(attach.heartbeat)
+        self._outbox.send(SUPERVISOR, ClientStarted(self._client_id))
+        self.history.record(Joined(self._client_id, "", time=time.time()))  # the `Joined` is sent to the others only
+        self.attached.set()
 
     def _on_joined(self, joined: Joined) -> None:
         if isinstance(joined.member, EngineId) and joined.engine is not None and joined.member not in self.engines:
@@ -377,9 +397,14 @@ class Client:
             self._outbox.send(SUPERVISOR, Knows(self._client_id, joined.member))
             self._engines_changed.set()
 
-    def _on_engine_left(self, engine: EngineId, cause: str, will_restart: bool) -> None:
+    def _on_left(self, left: Left) -> None:
+        if not isinstance(left.member, EngineId):
+            return
+        engine, cause = left.member, left.cause
+        if left.engine is not None:
+            self._known_engines.set_absent_info(left.engine)
         self._outbox.disconnect(engine)
-        self._in_flight.on_engine_left(engine, cause=cause, will_restart=will_restart)
+        self._in_flight.on_engine_left(engine, cause=cause, will_restart=left.returns)
         self._rpc_calls.fail(EngineFailed(f"{engine.label} ended: {cause}"), engine=engine)
         self._engines_changed.set()
 

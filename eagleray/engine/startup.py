@@ -17,7 +17,7 @@ from eagleray.executor.executor import Executor
 from eagleray.hub.pooling import find_pooling
 from eagleray.hub.prepare import fetch_model
 from eagleray.log import get_logger
-from eagleray.messages.membership import EngineInfo, RoutingInfo
+from eagleray.messages.membership import EngineInfo, ProcessInfo, RoutingInfo
 from eagleray.messages.steps import (
     AllocateCache,
     CallDone,
@@ -130,6 +130,8 @@ def start_engine(
         pooling=pooling,
         hidden_size=model.hidden_size,
         routing=routing,
+        process=ProcessInfo.current(),
+        workers=tuple(worker.process for worker in loaded if worker.process is not None),
     )
     shares_experts = expert_engines(config) > 1
     depth = steps_in_flight(config, device=model.device, in_placement_group=in_placement_group)

@@ -111,7 +111,7 @@ class ExternalClients:
             return
         if former := self._leases.find(address):
             self._leases.remove(former)
-            self._publisher.leave(Left(former, "it has registered again"))
+            self._publisher.leave(Left(former, "it has registered again", returns=False))
         client = self._leases.open(address, lease)
         try:
             self._publisher.attach(client, address, has_heartbeat=False)

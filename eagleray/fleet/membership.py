@@ -7,6 +7,7 @@ driven by the supervisor.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,19 +15,15 @@ from pathlib import Path
 import msgspec
 
 from eagleray.fleet import timeouts
-from eagleray.identity import ClientId, EngineId, MemberId
+from eagleray.identity import ClientId, EngineId, MemberId, replica_key
 from eagleray.messages.codec import Codec
 from eagleray.messages.control import Command, ControlReturned, InstanceState, StateChanged
 from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop, SupervisorToClient, SupervisorToEngine
+from eagleray.messages.member_history import MemberHistory
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.wires import SUPERVISOR_OUTBOX
 from eagleray.transport.heartbeat import HeartbeatMonitor
 from eagleray.transport.inbox import Outbox
-
-
-def replica_key(member: MemberId) -> MemberId:
-    """Return the key of the member's replica, which is the same for all incarnations."""
-    return msgspec.structs.replace(member, incarnation=0)
 
 
 class Membership:
@@ -41,6 +38,8 @@ class Membership:
         """Properties of the engines; None before the first one has joined."""
         self._missing: dict[MemberId, Left] = {}
         """Engines that have left and have no replacement yet, by replica key."""
+        self.history = MemberHistory()
+        """What has been published, for members that attach later."""
 
     def expect(self, member: MemberId) -> None:
         """Record that `member` was spawned: its exit is published even if it comes before `attach`."""
@@ -60,6 +59,7 @@ class Membership:
         """Record that a member has started. Returns the members to send `joined` to."""
         self._joined[joined.member] = joined
         self._info = joined.engine or self._info
+        self.history.record(joined)
         self._missing.pop(replica_key(joined.member), None)
         return [member for member in self._attached if member != joined.member]
 
@@ -67,6 +67,7 @@ class Membership:
         """Record that a member has left. Returns the members to send `left` to: none if it was not expected."""
         if left.member not in self._expected:
             return []
+        self.history.record(left)
         self._expected.discard(left.member)
         self._attached.discard(left.member)
         self._joined.pop(left.member, None)
@@ -136,21 +137,24 @@ class MembershipPublisher:
             number, handle = self._heartbeats.invite(within=timeouts.FIRST_HEARTBEAT_TIMEOUT_SECONDS)
             self._heartbeat_numbers[member], self._members[number] = number, member
         joined, missing = self._membership.attach(member)
-        self._outbox.send(member, Attach(member, self._supervisor, joined, handle, missing, self._state))
+        history = list(self._membership.history.events)
+        self._outbox.send(member, Attach(member, self._supervisor, joined, handle, missing, self._state, history))
 
     def join(self, member: MemberId, info: EngineInfo | None) -> None:
         """Publish that an attached member has started. `info` is set for engines."""
-        joined = Joined(member, self._addresses[member], info)
+        joined = Joined(member, self._addresses[member], info, time.time())
         self._publish(self._membership.join(joined), joined)
 
     def leave(self, left: Left) -> None:
         """Publish that a member has left, and forget it."""
+        left = msgspec.structs.replace(left, time=time.time())
         self._publish(self._membership.leave(left), left)
         self._forget(left.member)
         self._outbox.disconnect(left.member, linger_ms=0)
 
     def evict(self, left: Left) -> None:
         """Publish that a client has left, also to the client itself, which may still run and can register again."""
+        left = msgspec.structs.replace(left, time=time.time())
         self._publish([*self._membership.leave(left), left.member], left)
         self._forget(left.member)
         self._outbox.disconnect(left.member)

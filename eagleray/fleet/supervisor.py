@@ -31,11 +31,11 @@ from eagleray.fleet.control.plane import ControlPlane
 from eagleray.fleet.expert_rendezvous import ExpertRendezvous
 from eagleray.fleet.external_clients import ExternalClients
 from eagleray.fleet.launcher import Launcher, OnExit, OnMessage, ProcessLauncher, Spawned
-from eagleray.fleet.membership import MembershipPublisher, replica_key
+from eagleray.fleet.membership import MembershipPublisher
 from eagleray.fleet.process_exit import ProcessExit
 from eagleray.fleet.replica import Replica, ReplicaPhase
 from eagleray.fleet.restart_policy import EndInstance, GiveUp, RestartDecision, RestartHistory, decide_restart
-from eagleray.identity import SUPERVISOR, ClientId, EngineId, MemberId, new_instance_name
+from eagleray.identity import SUPERVISOR, ClientId, EngineId, MemberId, new_instance_name, replica_key
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
 from eagleray.messages.control import CommandDone, ControlCall

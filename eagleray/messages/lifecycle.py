@@ -75,6 +75,8 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     """Engines that have left and have no replacement yet."""
     state: InstanceState = InstanceState()
     """State of the instance, which the member adopts before it starts."""
+    history: list[Joined | Left] = []
+    """Earlier changes of the membership, see `MemberHistory`."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

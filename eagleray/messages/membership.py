@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from typing import Any
 
 import msgspec
@@ -39,6 +41,19 @@ class RoutingInfo(msgspec.Struct, frozen=True, kw_only=True):
         return np.frombuffer(experts, self.dtype).reshape(-1, self.num_layers, self.top_k)
 
 
+class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The process of an engine or of a worker."""
+
+    host: str
+    """Name of its host."""
+    pid: int
+
+    @classmethod
+    def current(cls) -> ProcessInfo:
+        """Return the info of the calling process."""
+        return cls(host=platform.node(), pid=os.getpid())
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of an engine that clients need."""
 
@@ -56,6 +71,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Number of features of an embedding."""
     routing: RoutingInfo | None = None
     """None if requests cannot ask for routed experts."""
+    process: ProcessInfo | None = None
+    workers: tuple[ProcessInfo, ...] = ()
+    """Processes of the workers, in order of rank; several workers may be threads of one."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
@@ -64,6 +82,8 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     member: MemberId
     address: str
     engine: EngineInfo | None = None
+    time: float = 0.0
+    """Unix time at which the supervisor published this, in seconds."""
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
@@ -75,3 +95,5 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     """Whether a replacement follows; False if the member was given up or the instance ends."""
     engine: EngineInfo | None = None
     """Properties of the missing engine, in `Attach.missing` only, for members that join while it is missing."""
+    time: float = 0.0
+    """Unix time at which the supervisor published this, in seconds."""

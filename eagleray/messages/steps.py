@@ -14,6 +14,7 @@ import msgspec
 from eagleray.messages.arrays import Array
 from eagleray.messages.control import SleepTag
 from eagleray.messages.failure import Ended, Failure
+from eagleray.messages.membership import ProcessInfo
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.weight_transfer import TransferCall, TransferReply
@@ -209,6 +210,7 @@ class ModelLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Number of experts of a token; 0 for a model without experts."""
     hidden_size: int = 0
     """Number of features of a hidden state."""
+    process: ProcessInfo | None = None
 
 
 class MeasureMemory(msgspec.Struct, frozen=True, tag=True):

@@ -28,6 +28,7 @@ from eagleray.kernels.cuda.ranking import DeviceRanking
 from eagleray.kernels.forward_batch import PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger, has_bars
+from eagleray.messages.membership import ProcessInfo
 from eagleray.messages.steps import GroupOpened, ModelLoaded
 from eagleray.messages.workers import Topology
 from eagleray.models.base import Model
@@ -177,6 +178,7 @@ class LoadedWorker:
             num_experts=0 if moe is None else moe.num_experts,
             top_k=0 if moe is None else moe.top_k,
             hidden_size=model.spec.hidden_size,
+            process=ProcessInfo.current(),
         )
 
     def available_bytes(self, max_num_batched_tokens: int) -> int:

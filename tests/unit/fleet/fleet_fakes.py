@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
+import msgspec
+
 from eagleray.config.build import build_config
 from eagleray.errors import ProcessCrashed
 from eagleray.fleet.supervisor import Supervisor
@@ -103,6 +105,13 @@ class FakeLauncher:
         pass
 
 
+def untimed(attach: Attach) -> Attach:
+    """Return the message without times, and without the history."""
+    members = [msgspec.structs.replace(joined, time=0.0) for joined in attach.members]
+    missing = [msgspec.structs.replace(left, time=0.0) for left in attach.missing]
+    return msgspec.structs.replace(attach, members=members, missing=missing, history=[])
+
+
 class FakeMember:
     """A member with a real inbox. The test sends its messages, but a client sends `Knows` by itself."""
 
@@ -111,6 +120,8 @@ class FakeMember:
         self.outbox = Outbox(Codec(ENGINE_OUTBOX | CLIENT_OUTBOX).encode)
         self.outbox.connect(SUPERVISOR, fleet.address)
         self.attach: Attach | None = None
+        self.history: list[Joined | Left] = []
+        """The one of `Attach`, with times. In messages that are received, all times are 0."""
         self.heartbeats: HeartbeatSender | None = None
         self.sends_knows = True
         self._received: asyncio.Queue[Any] = asyncio.Queue()
@@ -141,7 +152,10 @@ class FakeMember:
         while True:
             message = await self.inbox.receive()
             if isinstance(message, Attach):
-                self.attach = message
+                self.history = message.history
+                self.attach = message = untimed(message)
+            elif isinstance(message, Joined | Left):
+                message = msgspec.structs.replace(message, time=0.0)
             if self.sends_knows:
                 for one in message.members if isinstance(message, Attach) else [message]:
                     self._send_knows(one)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from eagleray.fleet.membership import Membership, replica_key
-from eagleray.identity import ClientId, EngineId, next_incarnation
+from eagleray.fleet.membership import Membership
+from eagleray.identity import ClientId, EngineId, next_incarnation, replica_key
 from eagleray.messages.membership import EngineInfo, Joined, Left
 
 ENGINE, CLIENT, OTHER = EngineId("i", 0), ClientId("i", 0), ClientId("i", 1)
@@ -74,3 +74,12 @@ def test_membership_attach_missing_engine_has_info():
     membership.join(Joined(ENGINE, "e", info))
     membership.leave(Left(ENGINE, "killed"))
     assert membership.attach(CLIENT) == ([], [Left(ENGINE, "killed", engine=info)])
+
+
+def test_membership_history_has_joins_and_exits_without_addresses():
+    membership = Membership()
+    membership.attach(ENGINE)
+    membership.join(Joined(ENGINE, "e", time=1.0))
+    membership.leave(left := Left(ENGINE, "killed", time=2.0))
+    membership.leave(left)
+    assert membership.history.events == [Joined(ENGINE, "", time=1.0), left]

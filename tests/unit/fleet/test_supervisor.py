@@ -87,6 +87,10 @@ async def test_supervisor_engine_killed_starts_next_incarnation():
         await it.bring_up(replacement)
         assert joined(next_incarnation(ENGINES[0]))(await observer.receive())
         assert not it.supervisor.failed.done()
+        later = await it.adopt()
+        assert [type(event) for event in later.history] == [Joined, Joined, Left, Joined]
+        assert [event.member for event in later.history[2:]] == [ENGINES[0], replacement.id]
+        assert 0 < later.history[2].time <= later.history[3].time
 
 
 @in_loop

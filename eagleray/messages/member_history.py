@@ -1,0 +1,31 @@
+"""The latest changes of the membership, which the supervisor keeps for members that attach later, and each client for
+those who ask what happened. Pure."""
+
+from __future__ import annotations
+
+from eagleray.identity import MemberId, replica_key
+from eagleray.messages.membership import Joined, Left
+
+MAX_EVENTS = 200
+
+
+class MemberHistory:
+    """The last `MAX_EVENTS` changes, and the last one of each replica that is present or comes back."""
+
+    def __init__(self) -> None:
+        self.events: list[Joined | Left] = []
+        """Changes from the oldest to the newest, without addresses and properties of engines."""
+
+    def record(self, event: Joined | Left) -> None:
+        if isinstance(event, Joined):
+            event = Joined(event.member, "", time=event.time)
+        self.events.append(event)
+        if len(self.events) > MAX_EVENTS:
+            needed = {id(last) for last in self.latest().values() if isinstance(last, Joined) or last.returns}
+            oldest = next((index for index, old in enumerate(self.events) if id(old) not in needed), None)
+            if oldest is not None:
+                del self.events[oldest]
+
+    def latest(self) -> dict[MemberId, Joined | Left]:
+        """Return the last change of each replica, by replica key."""
+        return {replica_key(event.member): event for event in self.events}
