@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 # A machine with a GPU brings torch of its own: the virtual environment is used only if there is one.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON   ?= gpu.json
@@ -11,7 +12,7 @@ GPU_JSON   ?= gpu.json
 # and each would compile the package again, which is a fifth of the processor time of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat keywords lint lint-types lint-rules clean
+.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat docs keywords lint lint-types lint-rules clean
 
 serve: $(READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
@@ -46,6 +47,9 @@ soak: $(READY)  ## 15 minutes of mixed load with kills: nothing may fail, grow o
 compat: $(READY)  ## Client programs of others, from their own packages, against a server (ARGS="--only openai_python --list").
 	$(BIN)/python scripts/compat.py $(ARGS)
 
+docs: $(DOCS_READY)  ## The documentation as a site, in site/: open site/index.html. Any warning fails.
+	$(BIN)/python scripts/make_docs.py $(ARGS)
+
 lint: $(READY)  ## Types beside the other checks: they take most of the time of one core.
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-rules
 
@@ -63,8 +67,12 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[test]"
 	touch $@
 
+$(DOCS_READY): $(READY)
+	$(BIN)/pip install --quiet --editable ".[docs]"
+	touch $@
+
 keywords: $(READY)  ## Write the type of the keyword arguments of `LLM`, after an option was added.
 	$(BIN)/python scripts/make_keywords.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

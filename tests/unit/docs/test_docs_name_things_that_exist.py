@@ -25,6 +25,7 @@ FOREIGN = {
     "--rollout-external-engine-addrs",  # slime's
     *("--no-index", "--target"),  # pip's
     *("adapter_config.json", "modules_to_save"),  # PEFT's
+    "llm_engine",  # vLLM's
     *("HTTPVLLMWeightSyncClient", "RayVLLMWeightSyncClient", "vllm.distributed.utils"),  # vLLM's
     *("RemoteInferenceClient", "chat_completion", "init_weight_update_communicator", "update_named_weights"),  # SkyRL's
     *("sleep_for_weight_sync", "wake_for_weight_sync"),  # SkyRL's

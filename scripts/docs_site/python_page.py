@@ -1,0 +1,132 @@
+"""Reference of the Python API: the public names, with their signatures, fields and docstrings."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import FunctionType, ModuleType
+from typing import Any
+
+from docs_site.markdown import directive
+
+PACKAGE = "eagleray"
+MODULES = (PACKAGE, f"{PACKAGE}.serve", f"{PACKAGE}.data", f"{PACKAGE}.weights", f"{PACKAGE}.errors")
+"""Modules whose public names are listed, as far as they exist."""
+
+
+class SourceText:
+    """Annotation or default that a signature shows as it is written."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def page() -> str:
+    return "# Python\n\n" + "".join(_module(name) for name in MODULES if find_spec(name) is not None)
+
+
+def _module(name: str) -> str:
+    module = importlib.import_module(name)
+    entries = "".join(_entry(public, getattr(module, public)) for public in public_names(module))
+    return f"## {name}\n\n{directive('py:module', name, '')}{entries}"
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """Return the names that a module exports: those of `__all__`, or else the classes that it defines."""
+    if hasattr(module, "__all__"):
+        return [name for name in module.__all__ if not name.startswith("__")]
+    return [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+
+
+def _entry(name: str, value: Any) -> str:
+    if inspect.isclass(value):
+        members = "".join(_member(name, member) for name, member in _members(value))
+        body = f"{_docstring(value)}\n\n{''.join(_fields(value))}{members}"
+        return directive("py:class", f"{name}{_signature(value)}", body)
+    if inspect.isfunction(value):
+        return directive("py:function", f"{name}{_signature(value)}", _docstring(value))
+    return directive("py:data", name, f"`{value}`")
+
+
+def _members(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the public methods and properties of a class, with those that it inherits from classes of eagleray."""
+    seen: set[str] = set()
+    for base in kind.__mro__:
+        for name, value in vars(base).items() if base.__module__.partition(".")[0] == PACKAGE else ():
+            if (
+                not name.startswith("_")
+                and name not in seen
+                and isinstance(value, property | classmethod | FunctionType)
+            ):
+                seen.add(name)
+                yield name, value
+
+
+def _member(name: str, value: Any) -> str:
+    if isinstance(value, property):
+        return directive("py:property", name, _docstring(value))
+    function = getattr(value, "__func__", value)
+    flags = [":classmethod:"] * isinstance(value, classmethod) + [":async:"] * inspect.iscoroutinefunction(function)
+    return directive("py:method", f"{name}{_signature(function)}", "\n".join([*flags, "", _docstring(function)]))
+
+
+def _fields(kind: type) -> Iterator[str]:
+    """Yield the public fields of a dataclass or struct, with the text behind each or in its annotation."""
+    if not (hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__struct_fields__")):
+        return
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_"):
+            text = _string(following.value) if isinstance(following, ast.Expr) else None
+            yield directive("py:attribute", _field(node), text or _description(node.annotation))
+
+
+def _field(node: ast.AnnAssign) -> str:
+    annotation = node.annotation
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        annotation = annotation.slice.elts[0]  # type: ignore[attr-defined]
+    options = [f":type: {ast.unparse(annotation)}"]
+    if node.value is not None and not isinstance(node.value, ast.Call):
+        options.append(f":value: {ast.unparse(node.value)}")
+    return "\n".join([ast.unparse(node.target), *options, ""])
+
+
+def _description(annotation: ast.expr) -> str:
+    """Return the description in the `Meta` of an annotation."""
+    keywords = (node for node in ast.walk(annotation) if isinstance(node, ast.keyword))
+    return next((_string(keyword.value) or "" for keyword in keywords if keyword.arg == "description"), "")
+
+
+def _string(node: ast.expr) -> str | None:
+    return " ".join(node.value.split()) if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _docstring(value: Any) -> str:
+    return inspect.cleandoc(value.__doc__ or "")
+
+
+def _signature(value: Any) -> str:
+    """Return the signature as it is written, without `self`; empty if there is none."""
+    if inspect.isclass(value) and (issubclass(value, BaseException) or hasattr(value, "__struct_fields__")):
+        return ""
+    try:
+        signature = inspect.signature(value)
+    except ValueError:
+        return ""
+    parameters = [
+        parameter.replace(annotation=_written(parameter.annotation))
+        for name, parameter in signature.parameters.items()
+        if name not in ("self", "cls")
+    ]
+    return str(signature.replace(parameters=parameters, return_annotation=_written(signature.return_annotation)))
+
+
+def _written(annotation: Any) -> Any:
+    return SourceText(annotation) if isinstance(annotation, str) else annotation
