@@ -12,13 +12,13 @@ GPU_JSON   ?= gpu.json
 # and each would compile the package again, which is a fifth of the processor time of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat docs keywords lint lint-types lint-rules clean
+.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat docs docs-commands keywords lint lint-types lint-rules clean
 
 serve: $(READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
 test: lint  ## Everything that must hold before a change lands.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts and not documents"
 
 quick: $(READY)  ## Unit tests alone, in less than two minutes.
 	$(BIN)/python -m pytest -n 2 -m "not slow and not grid" tests/unit
@@ -49,6 +49,9 @@ compat: $(READY)  ## Client programs of others, from their own packages, against
 
 docs: $(DOCS_READY)  ## The documentation as a site, in site/: open site/index.html. Any warning fails.
 	$(BIN)/python scripts/make_docs.py $(ARGS)
+
+docs-commands: $(READY)  ## Commands of documents that are marked `run`, against servers of the embedded model.
+	$(BIN)/python -m pytest -m documents tests/e2e
 
 lint: $(READY)  ## Types beside the other checks: they take most of the time of one core.
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-rules

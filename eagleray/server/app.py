@@ -55,6 +55,15 @@ def create_app(client: Client, config: Config, ledger: Ledger, *, has_access_log
     Raises `CheckpointError` for an invalid generation_config.json.
     """
     service = Service(client, config, ledger)
+    endpoints = list_endpoints(service, config)
+    # `methods=None`: an endpoint refuses other methods itself, so that the refusal looks like every other error.
+    routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]
+    router = Router(routes, redirect_slashes=False, default=_unknown_route)
+    return RequestMiddleware(router, endpoints, config, service.metrics.requests, has_access_log=has_access_log)
+
+
+def list_endpoints(service: Service, config: Config) -> list[Endpoint]:
+    """Return every endpoint of a server with these options, /openapi.json last."""
     has_sglang = config.serving.enable_sglang_api
     endpoints = [
         *StatusRoutes(service).endpoints(),
@@ -100,10 +109,7 @@ def create_app(client: Client, config: Config, ledger: Ledger, *, has_access_log
     endpoints += InvocationRoute(service, endpoints).endpoints()
     endpoints.append(index_endpoint(endpoints, service.version, config.serving.url_prefix))
     endpoints.append(_openapi_endpoint(endpoints, service, config.serving))
-    # `methods=None`: an endpoint refuses other methods itself, so that the refusal looks like every other error.
-    routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]
-    router = Router(routes, redirect_slashes=False, default=_unknown_route)
-    return RequestMiddleware(router, endpoints, config, service.metrics.requests, has_access_log=has_access_log)
+    return endpoints
 
 
 def _openapi_endpoint(endpoints: list[Endpoint], service: Service, options: ServingConfig) -> Endpoint:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from docs_site.markdown import code, plain, table
 from eagleray.client.client import Client
 from eagleray.config.build import build_config
+from eagleray.config.sections import Config
 from eagleray.identity import ClientId
 from eagleray.metrics.ledger import Ledger
-from eagleray.server.app import create_app
-from eagleray.server.openapi import REASONS
+from eagleray.server.app import list_endpoints
+from eagleray.server.openapi import REASONS, describe
+from eagleray.server.service import Service
 
 HEAD = """# HTTP routes
 
@@ -41,23 +42,11 @@ Schema = Mapping[str, Any]
 
 
 class Unconnected:
-    """Both ends of the connection of a client that sends nothing."""
+    """Both ends of the connection of a client that sends nothing and receives nothing."""
 
     address = ""
 
     def send(self, peer: object, message: object) -> None: ...
-
-    def connect(self, peer: object, address: str) -> None: ...
-
-    def disconnect(self, peer: object) -> None: ...
-
-    def pop_broken(self) -> list[Any]:
-        return []
-
-    async def receive(self) -> NoReturn:
-        raise NotImplementedError
-
-    def close(self) -> None: ...
 
 
 def page() -> str:
@@ -79,22 +68,18 @@ def page() -> str:
 
 def read_document(**options: Any) -> dict[str, Any]:
     """Return the OpenAPI document of a server of the embedded model with these options."""
-    return asyncio.run(_read_document(build_config(enable_tokenizer_info_endpoint=True, **options)))
+    with open_service(**options) as (service, config):
+        endpoints = list_endpoints(service, config)
+        return describe(endpoints, version=service.version, needs_key=False, control_needs_key=False)
 
 
-async def _read_document(config: Any) -> dict[str, Any]:
+@contextmanager
+def open_service(**options: Any) -> Iterator[tuple[Service, Config]]:
+    """Yield what a server of the embedded model shares among its routes, without engines, and its configuration."""
+    config = build_config(enable_tokenizer_info_endpoint=True, **options)
     nowhere: Any = Unconnected()
-    client = Client.create(ClientId("", 0), config, inbox=nowhere, outbox=nowhere)
     with tempfile.TemporaryDirectory() as directory, closing(Ledger.open(Path(directory), 0)) as ledger:
-        app = create_app(client, config, ledger)
-        body = bytearray()
-
-        async def send(message: Any) -> None:
-            body.extend(message.get("body", b""))
-
-        scope = {"type": "http", "method": "GET", "path": "/openapi.json", "headers": [], "query_string": b""}
-        await app(scope, nowhere.receive, send)
-    return dict(json.loads(body))
+        yield Service(Client.create(ClientId("", 0), config, inbox=nowhere, outbox=nowhere), config, ledger), config
 
 
 def _operation(title: str, operation: Schema) -> str:
