@@ -4,6 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
+DEPLOY_READY := $(VENV)/.deploy-ready
 # A machine with a GPU brings torch of its own: the virtual environment is used only if there is one.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON   ?= gpu.json
@@ -12,13 +13,13 @@ GPU_JSON   ?= gpu.json
 # and each would compile the package again, which is a fifth of the processor time of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat docs docs-commands keywords lint lint-types lint-rules clean
+.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat docs docs-commands check-deploy keywords lint lint-types lint-rules clean
 
 serve: $(READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
 test: lint  ## Everything that must hold before a change lands.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts and not documents"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts and not documents and not deploy"
 
 quick: $(READY)  ## Unit tests alone, in less than two minutes.
 	$(BIN)/python -m pytest -n 2 -m "not slow and not grid" tests/unit
@@ -27,7 +28,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 test-all: $(READY)  ## The whole grid: every executor with every parallelism.
-	$(BIN)/python -m pytest -m "not hosts"
+	$(BIN)/python -m pytest -m "not hosts and not deploy"
 
 test-hosts: $(READY)  ## Several hosts, each a network namespace with a Ray node of its own; needs root.
 	$(BIN)/python -m pytest -m hosts
@@ -53,6 +54,9 @@ docs: $(DOCS_READY)  ## The documentation as a site, in site/: open site/index.h
 docs-commands: $(READY)  ## Commands of documents that are marked `run`, against servers of the embedded model.
 	$(BIN)/python -m pytest -m documents tests/e2e
 
+check-deploy: $(DEPLOY_READY)  ## Images, manifests and the source distribution: linters and published schemas.
+	$(BIN)/python -m pytest -m deploy tests/deploy
+
 lint: $(READY)  ## Types beside the other checks: they take most of the time of one core.
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-rules
 
@@ -74,6 +78,10 @@ $(READY): pyproject.toml
 
 $(DOCS_READY): $(READY)
 	$(BIN)/pip install --quiet --editable ".[docs]"
+	touch $@
+
+$(DEPLOY_READY): $(READY)
+	$(BIN)/pip install --quiet --editable ".[deploy]"
 	touch $@
 
 keywords: $(READY)  ## Write the type of the keyword arguments of `LLM`, after an option was added.

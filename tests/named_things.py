@@ -31,7 +31,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 VARIABLE = re.compile(r"\bEAGLERAY_\w+")
 METRIC = re.compile(r"\beagleray:(\w+)")
 TARGET = re.compile(r"\bmake ([a-z][a-z-]*)")
-FILE = re.compile(r"(?<![\w./~:-])[\w<>*][\w./<>*-]*\.(?:py|h|cpp|mjs|md|toml|json|svg)\b")
+FILE = re.compile(r"(?<![\w./~:-])[\w<>*][\w./<>*-]*\.(?:py|h|cpp|mjs|md|toml|json|svg|yaml|yml)\b")
 FOLDER = re.compile(r"[a-z0-9_]+(?:/[a-z0-9_]+)*/…?|[a-z0-9_]+(?:/[a-z0-9_]+)+")
 NAME = re.compile(r"((?:[a-z_]+/)*[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\))?")
 CLASS = re.compile(r"\b[A-Z][a-z0-9]+[A-Z]\w*\b")
@@ -123,7 +123,7 @@ class Code:
     def _read(self, path: str) -> None:
         if path.endswith(".py"):
             self._read_module(path, (self.root / path).read_text("utf-8"))
-        elif path.endswith((".cpp", ".h", ".mjs", ".toml")):
+        elif path.endswith((".cpp", ".h", ".mjs", ".toml", ".yaml", ".yml", "Dockerfile")):
             text = re.sub(r"(//|#).*", "", (self.root / path).read_text("utf-8"))
             self._words.update(re.findall(r"\w+", text))
             self._used.update(re.findall(r"\b(?:class|struct) (\w+)", text))
@@ -167,6 +167,10 @@ class Code:
 
     def has_word(self, name: str) -> bool:
         return name in self._used or name in self._words or hasattr(builtins, name)
+
+    def has_variable(self, name: str) -> bool:
+        """Whether a variable of ours is read, or stands for an option."""
+        return self.has_word(name) or f"--{name.removeprefix('EAGLERAY_').lower().replace('_', '-')}" in self.flags
 
     def has_name(self, name: str) -> bool:
         """Whether code has `name`: a word, a class, `Class.member`, `module.name`, `package/module.name`."""
@@ -222,7 +226,7 @@ def stale_names(mention: Mention, code: Code, foreign: Container[str] = ()) -> I
     text = mention.text
     checks = [
         ("option", FLAG.findall(text), code.flags.__contains__),
-        ("variable", VARIABLE.findall(text), code.has_word),
+        ("variable", VARIABLE.findall(text), code.has_variable),
         ("metric", METRIC.findall(text), code.has_metric),
         ("make target", TARGET.findall(text), code.targets.__contains__),
         ("file", FILE.findall(text), code.has_path),

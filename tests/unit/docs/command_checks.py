@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -30,6 +31,8 @@ SERVERS = ("localhost:8000", "127.0.0.1:8000")
 SECTIONS = tuple(field.name for field in msgspec.structs.fields(Config))
 MODULES = ("eagleray.compat.vllm",)
 """Modules that documents run by `python -m`."""
+IMAGES = ("eagleray", "eagleray-cuda")
+"""Names that documents give to images of deploy/Dockerfile."""
 ELLIPSIS = "…"
 OTHERS = {":", "bash", "cat", "cd", "echo", "export", "git", "hf", "kill", "ls", "ray", "rm", "source", "sudo"}
 """Programs whose arguments are not checked."""
@@ -57,6 +60,8 @@ class Checker:
         self._programs: dict[str, Callable[[Sequence[str]], None]] = {
             "eagleray": self._check_eagleray,
             "curl": self._check_curl,
+            "docker": self._check_docker,
+            "kubectl": self._check_files,
             "make": self._check_make,
             "python": self._check_python,
             "pip": self._check_pip,
@@ -103,6 +108,17 @@ class Checker:
                 pass
             case _:
                 raise CommandWrong(f"python {shlex.join(words)}: there is no such script")
+
+    def _check_docker(self, words: Sequence[str]) -> None:
+        self._check_files(words)
+        image = next((index for index, word in enumerate(words) if word in IMAGES), None)
+        if words[0] == "run" and image is not None and words[image + 1 :]:
+            self._check_eagleray(words[image + 1 :])
+
+    def _check_files(self, words: Sequence[str]) -> None:
+        for flag, path in itertools.pairwise(words):
+            if flag == "-f" and not (ROOT / path).is_file():
+                raise CommandWrong(f"there is no file {path}")
 
     def _check_pip(self, words: Sequence[str]) -> None:
         for extras in re.findall(r"\beagleray\[([\w,]+)\]", " ".join(words)):

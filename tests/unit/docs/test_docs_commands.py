@@ -77,6 +77,8 @@ def test_document_blocks_have_a_language(document):
         ("""curl localhost:8000/v1/completions -d '{"prompt": "a", "nothing": 1}'""", "without an effect"),
         ("curl -X POST 'localhost:8000/pause?nothing=keep'", "no parameters"),
         ("curl --nothing localhost:8000/live", "curl --nothing"),
+        ("docker run -p 8000:8000 eagleray serve --nothing", "there is no option --nothing"),
+        ("kubectl apply -f deploy/nothing.yaml", "no file deploy/nothing.yaml"),
         ("nothing", "no program that documents use"),
     ],
 )

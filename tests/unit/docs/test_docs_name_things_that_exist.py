@@ -18,12 +18,14 @@ FOREIGN = {
     *("MainProcess", "WatchedFileHandler"),  # Python's
     *("FF", "RCVHWM", "SNDHWM", "nil"),  # bytes and options of zmq, MessagePack's null
     *("RAY_preload_python_modules", "py_modules", "working_dir"),  # Ray's
-    *("figures.json", "gpu.json", "probe.py"),  # files that the reader writes
+    *("figures.json", "file.yaml", "gpu.json", "probe.py"),  # files that the reader writes
     *("Forwarded", "Origin"),  # HTTP's
     *("ForSequenceClassification", "LlamaForSequenceClassification", "MistralModel", "Qwen3Model"),  # architectures
     *("1_Pooling/config.json", "modules.json"),  # files of sentence-transformers
     "--rollout-external-engine-addrs",  # slime's
     *("--no-index", "--target"),  # pip's
+    *("--build", "--no-healthcheck", "--read-only", "--rm", "--shm-size", "--tmpfs"),  # Docker's
+    *("--from-literal", "KUBERAY_CRDS"),  # of kubectl, of tests/deploy
     *("adapter_config.json", "modules_to_save"),  # PEFT's
     "llm_engine",  # vLLM's
     *("HTTPVLLMWeightSyncClient", "RayVLLMWeightSyncClient", "vllm.distributed.utils"),  # vLLM's
@@ -84,6 +86,7 @@ def test_foreign_names_are_all_named_by_a_document(code):
         "eagleray:generation_tokens_total",
         "make lint",
         "EAGLERAY_CACHE_DIR=/tmp",
+        "EAGLERAY_MAX_NUM_SEQS=4",
         "uint8",
         "POST /v1/nothing",
     ],
