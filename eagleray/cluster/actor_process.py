@@ -56,8 +56,8 @@ class ActorProcess:
 
     def __init__(self, label: str) -> None:
         self._label = label
-        _undo_omp_threads()
-        _undo_low_priority()
+        undo_omp_threads()
+        undo_low_priority()
         _set_title(f"eagleray {label}")
 
     def __repr__(self) -> str:
@@ -127,7 +127,7 @@ class EngineActor(ActorProcess):
                 raise
 
 
-def _undo_omp_threads() -> None:
+def undo_omp_threads() -> None:
     """Unset Ray's number of OpenMP threads, one per CPU it assigned or one: `num_threads` decides, unless the user has
     set it."""
     env_vars = ray.get_runtime_context().runtime_env.get("env_vars", {})
@@ -135,7 +135,7 @@ def _undo_omp_threads() -> None:
         os.environ.pop("OMP_NUM_THREADS", None)
 
 
-def _undo_low_priority() -> None:
+def undo_low_priority() -> None:
     """Raise the priority again: Ray runs its workers at nice 15, and a step would take far longer beside other work.
 
     Where the system does not permit it, `get_info` reports it and the engine warns. On Linux niceness belongs to

@@ -79,10 +79,9 @@ def connect(
     """
     if ray.is_initialized():
         return _reuse(ray_address)
-    address = _resolve(ray_address)
+    address = find_cluster(ray_address)
     if address is None:
         return _start_local(namespace, keep, on_lost or _log_loss)
-    _authenticate(address)
     check_cluster(address)
     _init(address=address, namespace=namespace, **_inherited(program, address))
     try:
@@ -146,8 +145,9 @@ def _reuse(ray_address: str | None) -> Connection:
     return connection
 
 
-def _resolve(ray_address: str | None) -> str | None:
-    """Return host:port of a cluster that accepts connections; None if one must be started."""
+def find_cluster(ray_address: str | None) -> str | None:
+    """Return host:port of a cluster that accepts connections; None if one must be started. `ray_address`: see
+    `connect`. Raises `ClusterError`."""
     if ray_address == "local":
         return None
     if ray_address is not None and ray_address != "auto":
@@ -298,7 +298,9 @@ def check_reachable(address: str) -> None:
 
 
 def check_cluster(address: str) -> None:
-    """Raise `ClusterError` unless the cluster accepts this program and runs the same versions of Ray and Python."""
+    """Raise `ClusterError` unless the cluster accepts this program and runs the same versions of Ray and Python. Sets
+    Ray's authentication mode to that of the cluster."""
+    _authenticate(address)
     try:
         metadata = _read_versions(address)
     except AuthenticationError:

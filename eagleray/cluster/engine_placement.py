@@ -65,7 +65,9 @@ def engine_size(config: Config, offered: Iterable[Resources]) -> EngineSize:
             tp_size=config.parallel.tensor_parallel_size,
             strategy=config.ray.ray_placement_strategy,
         )
-    return EngineSize(bundle={name: _round_up(amount * world_size) for name, amount in worker.items()}, num_bundles=1)
+    return EngineSize(
+        bundle={name: round_up_amount(amount * world_size) for name, amount in worker.items()}, num_bundles=1
+    )
 
 
 def place_engines(
@@ -208,6 +210,6 @@ def _round_robin(order: Sequence[str], capacity: Mapping[str, int], count: int) 
     return sorted(candidates, key=order.index) if len(candidates) == count else None
 
 
-def _round_up(amount: float) -> float:
+def round_up_amount(amount: float) -> float:
     """Round up as Ray demands: a fraction of one, or a whole number."""
     return amount if amount <= 1 else float(math.ceil(round(amount, 4)))

@@ -21,6 +21,7 @@ from eagleray.cluster.bundles import (
     assign_bundles,
     bundles_at,
     check_caller_leaves_room,
+    subtract_held,
 )
 from eagleray.cluster.capacity import CapacityShortage, explain_engine_shortage, explain_shortage
 from eagleray.cluster.deadline import Deadline
@@ -140,12 +141,16 @@ def _wait_for_bundles(group_id: str, config: Config, deadline: Deadline, *, chos
 
 
 class UserGroup:
-    """A placement group of the user, whose bundles are divided among the engines in order of their ranks."""
+    """A placement group of the user, whose bundles are divided among the engines in order of their ranks.
 
-    def __init__(self, config: Config, group_id: str, *, preferred_node: str) -> None:
+    `caller`: the program that asks for the engines, if it runs in the group: what it holds itself is not divided.
+    """
+
+    def __init__(self, config: Config, group_id: str, *, preferred_node: str, caller: RayCaller | None = None) -> None:
         self._config = config
         self._group_id = group_id
         self._preferred_node = preferred_node
+        self._held = {} if caller is None else caller.held
 
     def expect(self, engine: EngineId) -> None:
         """Do nothing: the bundles exist already."""
@@ -159,8 +164,11 @@ class UserGroup:
         if self._config.ray.bundle_indices:
             return _chooser(self._config, size, "")([replace(bundle, free=bundle.total) for bundle in bundles])
         ranks = local_ranks(self._config)
+        unheld = [
+            replace(bundle, total=subtract_held(bundle.total, self._held.get(bundle.index, {}))) for bundle in bundles
+        ]
         parts = divide_bundles(
-            bundles,
+            unheld,
             worker=size.bundle,
             world_size=size.num_bundles,
             num_engines=len(ranks),

@@ -92,12 +92,13 @@ def _receive_batch(inbox: Inbox[LauncherToDriver]) -> list[LauncherToDriver]:
 
 def _open_placer(spec: DriverSpec, connection: Connection) -> EnginePlacer:
     """Choose the placement group of the options or of the asking program, or else a dedicated group for each engine."""
-    is_same_cluster = spec.ray is not None and spec.ray.address == connection.address
-    current = spec.ray.placement_group if spec.ray is not None and is_same_cluster else None
-    given = spec.config.ray.placement_group or current
+    program = spec.ray if spec.ray is not None and spec.ray.address == connection.address else RayContext(address="")
+    given = spec.config.ray.placement_group or program.placement_group
     if given is None:
         return DedicatedGroups(spec.config, preferred_node=connection.node_id)
-    return UserGroup(spec.config, placement_groups.find(given), preferred_node=connection.node_id)
+    group_id = placement_groups.find(given)
+    caller = program.caller if group_id == program.placement_group else None
+    return UserGroup(spec.config, group_id, preferred_node=connection.node_id, caller=caller)
 
 
 def _report_ready(spec: DriverSpec, connection: Connection, address: str) -> None:

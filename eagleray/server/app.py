@@ -54,12 +54,26 @@ def create_app(client: Client, config: Config, ledger: Ledger, *, has_access_log
 
     Raises `CheckpointError` for an invalid generation_config.json.
     """
-    service = Service(client, config, ledger)
+    return create_service_app(Service(client, config, ledger), config, has_access_log=has_access_log)
+
+
+def create_service_app(
+    service: Service, config: Config, *, has_access_log: bool = False, has_local_clients: bool = True
+) -> RequestMiddleware:
+    """Return the application around `service`. `has_local_clients`: whether clients whose connection comes from this
+    host may call control routes without a key; not so where that is the connection of a proxy."""
     endpoints = list_endpoints(service, config)
     # `methods=None`: an endpoint refuses other methods itself, so that the refusal looks like every other error.
     routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]
     router = Router(routes, redirect_slashes=False, default=_unknown_route)
-    return RequestMiddleware(router, endpoints, config, service.metrics.requests, has_access_log=has_access_log)
+    return RequestMiddleware(
+        router,
+        endpoints,
+        config,
+        service.metrics.requests,
+        has_access_log=has_access_log,
+        has_local_clients=has_local_clients,
+    )
 
 
 def list_endpoints(service: Service, config: Config) -> list[Endpoint]:

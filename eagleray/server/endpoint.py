@@ -113,6 +113,7 @@ class RequestMiddleware:
         metrics: RequestMetrics,
         *,
         has_access_log: bool,
+        has_local_clients: bool,
     ) -> None:
         self._router = router
         self.open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open)
@@ -122,6 +123,7 @@ class RequestMiddleware:
         self._error_forms = {endpoint.path: form for endpoint in endpoints if (form := endpoint.error_form)}
         self._metrics = metrics
         self._access_log = AccessLog(config.serving, self.open_paths) if has_access_log else None
+        self._has_local_clients = has_local_clients
         self._cross_origin = CrossOrigin(config.serving)
         self._takes_origins = bool(config.serving.allowed_origins)
         self._root_path = config.serving.url_prefix
@@ -143,7 +145,7 @@ class RequestMiddleware:
                 return
             path = self._set_route_path(scope)
             if self._keys.has_keys or path in self._control_paths:
-                self._keys.check(path, headers, is_local=comes_from_this_host(scope))
+                self._keys.check(path, headers, is_local=self._has_local_clients and comes_from_this_host(scope))
             await self._router(scope, receive, answer.send)
         except ClientDisconnect:
             logger.debug(

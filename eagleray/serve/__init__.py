@@ -1,0 +1,88 @@
+"""Ray Serve applications: the HTTP API of `eagleray serve` in replicas, see docs/ray_serve.md.
+
+`build_app` turns options into an application for `ray.serve.run`. Nothing is started before that runs it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from eagleray.cluster.nodes import can_grow, list_nodes
+from eagleray.cluster.offered import offered_resources
+from eagleray.config.suggestions import suggest
+from eagleray.errors import ConfigError
+from eagleray.serve.defaults import deployment_options
+from eagleray.serve.options import serve_config
+from eagleray.serve.ray_serve import import_serve
+from eagleray.serve.resources import ReplicaResources, check_capacity, replica_resources, with_executor
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+__all__ = ["build_app", "build_app_from_args"]
+
+
+def build_app(model: str | None = None, *, deployment: Mapping[str, Any] | None = None, **options: Any) -> Application:
+    """Return an application for `ray.serve.run`, each replica of which is an instance of eagleray with its engines.
+
+    `model` and `options` are those of `eagleray serve`, except the ones for its own sockets and processes.
+    `deployment`: options of `ray.serve.deployment`, such as `num_replicas`, over our defaults, see docs/ray_serve.md.
+
+    Raises `ConfigError` for an option that cannot be used or if Ray Serve is missing, and `ClusterError` if the cluster
+    cannot be joined or can never hold a replica.
+    """
+    serve = import_serve()
+    given = _checked_deployment(serve, {} if deployment is None else deployment)
+    config = with_executor(serve_config(options | ({} if model is None else {"model": model})))
+    offered = offered_resources()
+    resources = replica_resources(config, offered, actor_options=given.get("ray_actor_options", {}))
+    if "placement_group_bundles" not in given:
+        _check_room(resources)
+    from eagleray.serve.replica import ServeReplica
+
+    made = serve.deployment(ServeReplica, **deployment_options(config, resources, given))
+    app: Application = made.bind(config)
+    return app
+
+
+def build_app_from_args(args: dict[str, Any]) -> Application:
+    """Return the application that `args`, the keyword arguments of `build_app` as a mapping, describe.
+
+    This is the builder for `serve run`, for the `import_path` of config files, and for KubeRay. `deployment` may be a
+    JSON object.
+    """
+    deployment = args.get("deployment")
+    if isinstance(deployment, str):
+        try:
+            deployment = json.loads(deployment)
+        except ValueError as error:
+            raise ConfigError(f"option `deployment`: expected a JSON object, but got {deployment!r}: {error}") from None
+    options = {name: value for name, value in args.items() if name not in ("model", "deployment")}
+    return build_app(args.get("model"), deployment=deployment, **options)
+
+
+def _checked_deployment(serve: Any, given: Any) -> dict[str, Any]:
+    """Return the options of the deployment. Raises `ConfigError` for one that Ray Serve does not have."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"option `deployment`: expected a mapping of options of serve.deployment, but got {given!r}")
+    known = inspect.signature(serve.deployment).parameters.keys() - {"_func_or_class", "version"}
+    for name in given:
+        if name not in known:
+            meant = suggest(str(name), known, {})
+            hint = f"; did you mean `{meant}`?" if meant else f"; it has {', '.join(sorted(known))}"
+            raise ConfigError(f"option `deployment`: serve.deployment of Ray {ray.__version__} has no `{name}`{hint}")
+    return dict(given)
+
+
+def _check_room(resources: ReplicaResources) -> None:
+    """Raise `ClusterError` if this program is connected to a cluster that could never hold a replica."""
+    if not ray.is_initialized():
+        return
+    nodes = list_nodes()
+    if can_grow(nodes) is False:
+        check_capacity(resources, [node.total for node in nodes if node.is_alive])

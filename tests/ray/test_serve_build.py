@@ -1,0 +1,84 @@
+"""Applications of `eagleray.serve.build_app`, and the errors for what cannot be deployed."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import pytest
+import ray
+
+from eagleray.errors import ClusterError, ConfigError
+from eagleray.serve import build_app, build_app_from_args
+
+
+def deployment_of(application: Any) -> Any:
+    return application._bound_deployment
+
+
+def test_build_app_has_an_accepted_deployment(cluster):
+    config = {"min_replicas": 1, "max_replicas": 4}
+    deployment = deployment_of(build_app(max_num_seqs=64, device="cpu", deployment={"autoscaling_config": config}))
+    autoscaling = deployment._deployment_config.autoscaling_config
+    assert (deployment.name, deployment.max_ongoing_requests) == ("eagleray", 80)
+    assert (autoscaling.max_replicas, autoscaling.get_target_ongoing_requests()) == (4, 48)
+
+
+def test_build_app_takes_a_gpu_where_the_cluster_has_some(cluster):
+    assert deployment_of(build_app()).ray_actor_options["num_gpus"] == 1
+    assert "num_gpus" not in deployment_of(build_app(device="cpu")).ray_actor_options
+
+
+def test_build_app_from_args_takes_texts_of_a_command_line(cluster):
+    args = {"model": "org/model", "device": "cpu", "tensor_parallel_size": "2", "deployment": '{"num_replicas": 3}'}
+    deployment = deployment_of(build_app_from_args(args))
+    assert deployment.num_replicas == 3
+    assert deployment._replica_config.placement_group_bundles == [{"CPU": 1.0}] * 3
+
+
+@pytest.mark.parametrize(("given", "said"), [("{", "expected a JSON object"), ("[]", "expected a mapping")])
+def test_build_app_from_args_deployment_that_is_no_mapping_is_refused(cluster, given, said):
+    with pytest.raises(ConfigError, match=said):
+        build_app_from_args({"deployment": given})
+
+
+def test_build_app_unknown_deployment_option_is_refused(cluster):
+    with pytest.raises(ConfigError, match="has no `num_replica`; did you mean `num_replicas`"):
+        build_app(deployment={"num_replica": 2})
+
+
+def test_build_app_replica_that_the_cluster_cannot_hold_is_refused(cluster):
+    with pytest.raises(ClusterError, match=r"no replica fits .* 16 x \{CPU: 1\} .*give a smaller"):
+        build_app(device="cpu", tensor_parallel_size=16)
+
+
+def test_build_app_without_ray_serve_says_what_to_install(cluster, monkeypatch):
+    real_import = builtins.__import__
+
+    def without_serve(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "ray" and args[2] and "serve" in args[2]:
+            raise ModuleNotFoundError("No module named 'fastapi'")
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_serve)
+    with pytest.raises(ConfigError, match=r"Ray Serve.*No module named 'fastapi'.*pip install 'eagleray\[serve\]'"):
+        build_app()
+
+
+def test_build_app_old_ray_says_which_is_needed(cluster, monkeypatch):
+    monkeypatch.setattr(ray, "__version__", "2.55.1")
+    with pytest.raises(ConfigError, match=r"needs Ray 2\.56 or newer, but Ray 2\.55\.1 is installed"):
+        build_app()
+
+
+def test_build_app_cluster_that_cannot_be_reached_is_an_error(cluster, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ClusterError, match=r":1: cannot be reached .*is it running there"):
+        build_app()
+
+
+def test_build_app_program_that_is_not_connected_reads_the_cluster(cluster, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    assert deployment_of(build_app()).ray_actor_options["num_gpus"] == 1
