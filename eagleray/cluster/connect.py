@@ -96,11 +96,10 @@ def describe_cluster() -> dict[str, str]:
     """Return Ray's version, the source of its token, and the cluster that an engine would join here, or why it could
     not. Connects to no cluster."""
     try:
-        address = _resolve(None)
+        address = find_cluster(None)
         if address is None:
             cluster = "none runs here: an engine would start one"
         else:
-            _authenticate(address)
             check_cluster(address)
             cluster = f"{address}, can be joined"
     except ClusterError as error:
