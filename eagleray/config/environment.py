@@ -51,16 +51,18 @@ def prefixed_variables(prefix: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """Settings of the user's environment for compiling."""
+    """Settings of the user's environment for the kernels of CPUs."""
 
     cache_directory: Path | None
     """Directory of compiled kernels; None if the user has no home."""
     compiler: str | None
     """C++ compiler with its arguments; None to search for one."""
+    kernels: str | None = None
+    """Name of the variant of the kernels; None to choose one."""
 
 
 def build_settings() -> BuildSettings:
-    """Read EAGLERAY_CACHE_DIR, else the user's cache directory of the XDG specification, and CXX."""
+    """Read EAGLERAY_CACHE_DIR, else the user's cache directory of the XDG specification; CXX; EAGLERAY_CPU_KERNELS."""
     chosen, shared = os.environ.get("EAGLERAY_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     if chosen:
         cache_directory: Path | None = Path(chosen).expanduser().absolute()
@@ -69,4 +71,8 @@ def build_settings() -> BuildSettings:
     else:
         home = Path(os.path.expanduser("~"))
         cache_directory = home / ".cache" / "eagleray" if home.is_absolute() else None
-    return BuildSettings(cache_directory=cache_directory, compiler=os.environ.get("CXX", "").strip() or None)
+    return BuildSettings(
+        cache_directory=cache_directory,
+        compiler=os.environ.get("CXX", "").strip() or None,
+        kernels=os.environ.get("EAGLERAY_CPU_KERNELS", "").strip() or None,
+    )

@@ -25,7 +25,9 @@ from eagleray.errors import ConfigError
 CONFIG_VARIABLE = "EAGLERAY_CONFIG"
 """Variable for the file of the flag `--config`."""
 
-NO_OPTIONS = frozenset({API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE, CONFIG_VARIABLE, "EAGLERAY_CACHE_DIR"})
+NO_OPTIONS = frozenset(
+    {API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE, CONFIG_VARIABLE, "EAGLERAY_CACHE_DIR", "EAGLERAY_CPU_KERNELS"}
+)
 """Variables that are read elsewhere."""
 
 SECRETS = frozenset({"hf_token"})

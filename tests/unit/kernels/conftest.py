@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 
 import pytest
 import torch
 
-from eagleray.kernels.cpu.abi import abi
-from eagleray.kernels.cpu.build.library import SOURCE_DIRECTORY, build, load, native_library
-
-LEVELS = {"DEFAULT": ["x86-64"], "AVX2": ["x86-64", "x86-64-v3"], "AVX512": ["x86-64", "x86-64-v3", "x86-64-v4"]}
+from eagleray.kernels.cpu.build.library import compiled_library, native_library
+from eagleray.kernels.cpu.build.variants import VARIANTS, Variant, best_variant
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +18,18 @@ def library() -> ctypes.CDLL:
     return native_library()
 
 
-@pytest.fixture(scope="module", params=["x86-64-v4", "x86-64-v3", "x86-64"])
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
 def other_library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The kernels for a processor with fewer instructions. All modules use the same library, compiled once and kept."""
-    if request.param not in LEVELS.get(torch.backends.cpu.get_cpu_capability(), []):
-        pytest.skip(f"this machine is not {request.param}")
-    return abi.declare(load(build(sorted(SOURCE_DIRECTORY.glob("*.cpp")), march=request.param)))
+    return variant_library(request.param)
+
+
+def variant_library(variant: Variant) -> ctypes.CDLL:
+    """Return the kernels of a variant. Skip the test if this processor cannot run them, and for the best one, because
+    the kernels that are compiled for this processor have the same instructions."""
+    machine, capabilities = platform.machine(), torch.cpu.get_capabilities()
+    if variant.architecture != machine or variant.lacking(capabilities):
+        pytest.skip(f"this processor does not run {variant.name}")
+    if variant == best_variant(machine, capabilities):
+        pytest.skip(f"{variant.name} has the instructions of this processor")
+    return compiled_library(variant)

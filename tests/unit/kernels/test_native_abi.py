@@ -33,6 +33,7 @@ typedef struct {
 
 int64_t er_count(const CRows* rows);
 const char* er_abi_fingerprint(void);
+void er_use_openmp(void* parallel, void* set_dynamic, void* get_num_threads);
 """
 
 SOURCE = """
@@ -41,6 +42,7 @@ extern "C" {
 #include "abi.h"
 int64_t er_count(const CRows* rows) { return rows->count; }
 const char* er_abi_fingerprint() { return ABI_FINGERPRINT; }
+void er_use_openmp(void* parallel, void* set_dynamic, void* get_num_threads) {}
 }
 """
 

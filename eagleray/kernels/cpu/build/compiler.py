@@ -1,4 +1,7 @@
-"""Finds a C++ compiler for the kernels and runs it. GCC and clang are supported."""
+"""Finds a C++ compiler for the kernels and runs it: GCC, also one for another architecture.
+
+Nothing here imports torch, because a wheel is built without it.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,19 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagleray.kernels.cpu.build.openmp import NativeUnavailable, OpenmpRuntime
+from eagleray.kernels.cpu.build.openmp import NativeUnavailable
 
-NAMES = ("c++", "g++", "clang++")
+NAMES = ("c++", "g++")
+
+ARCHITECTURE = re.compile(r"#define __(x86_64|aarch64)__ ")
+"""Macros that name an architecture as `uname -m` does."""
 
 FLAGS = (
     *("-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"),
-    *("-fopenmp", "-fPIC", "-fvisibility=hidden"),
+    *("-fPIC", "-fvisibility=hidden"),
 )
 
 LINK_FLAGS = ("-shared", "-Wl,--no-undefined")
-"""No -fopenmp: it would add the compiler's own runtime."""
 
 ADVICE = "install GCC 10 or newer (on Debian and Ubuntu: apt install g++)"
 
@@ -43,11 +48,17 @@ class Compiler:
     def is_clang(self) -> bool:
         return "#define __clang__ " in self.macros
 
+    @property
+    def architecture(self) -> str | None:
+        """Name of the architecture that it compiles for, or None if there are no variants for it."""
+        match = ARCHITECTURE.search(self.macros)
+        return match and match[1]
 
-def find_compiler(wanted: str | None, *, march: str, runtime: OpenmpRuntime) -> Compiler:
-    """Return the compiler that the user wants, or the first one that works with this OpenMP runtime.
 
-    `march` is the processor to compile for, "native" for this one. Raises `NativeUnavailable`.
+def find_compiler(wanted: str | None, target: Sequence[str] = ()) -> Compiler:
+    """Return the compiler that the user wants, or the first one that compiles the kernels.
+
+    `target` are the flags for a processor; without any, the compiler's default. Raises `NativeUnavailable`.
     """
     commands = [wanted.split()] if wanted else [[name] for name in NAMES]
     refusals = []
@@ -55,13 +66,13 @@ def find_compiler(wanted: str | None, *, march: str, runtime: OpenmpRuntime) -> 
         if shutil.which(command[0]) is None:
             continue
         try:
-            compiler = _probe(command, (*FLAGS, f"-march={march}"))
+            compiler = _probe(command, (*FLAGS, *target))
         except NativeUnavailable as refusal:
             refusals.append(str(refusal))
             continue
-        if not compiler.is_clang or runtime.serves_clang:
+        if not compiler.is_clang:
             return compiler
-        refusals.append(f"{command[0]} is clang, which cannot use torch's OpenMP runtime {runtime.path}: {ADVICE}")
+        refusals.append(f"{command[0]} is clang, and the kernels are written for GCC: {ADVICE}")
     if refusals:
         raise NativeUnavailable(refusals[0])
     looked_for = f"{commands[0][0]}, which CXX names" if wanted else ", ".join(NAMES)
@@ -73,10 +84,9 @@ def compile_library(
     sources: Iterable[str],
     *,
     directory: Path,
-    runtime: OpenmpRuntime,
     on_compiled: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Compile files of `directory` in parallel and link them with the runtime. Returns the library, in `directory`.
+    """Compile files of `directory` in parallel and link them. Returns the library, in `directory`.
 
     `on_compiled` is called after each file.
     """
@@ -91,7 +101,7 @@ def compile_library(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    link = (*compiler.command, *LINK_FLAGS, *objects.values(), str(runtime.path), "-o", "linked.so")
+    link = (*compiler.command, *LINK_FLAGS, *objects.values(), "-o", "linked.so")
     _run(link, directory)
     return directory / "linked.so"
 

@@ -13,6 +13,10 @@
 
 #include <stdint.h>
 
+// Compute with the threads of an OpenMP runtime, the addresses of whose functions GOMP_parallel, omp_set_dynamic and
+// omp_get_num_threads these are. The library is linked with no runtime, and more than one thread needs this call first.
+void er_use_openmp(void* parallel, void* set_dynamic, void* get_num_threads);
+
 enum { DTYPE_FLOAT32, DTYPE_BFLOAT16 };
 
 enum { NUM_LANES = 16 };      // of a vector: 16 floats

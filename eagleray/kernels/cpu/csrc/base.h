@@ -20,7 +20,6 @@
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
-#include <omp.h>
 #include <sched.h>
 
 // Only the functions of the interface are visible in the library.
@@ -219,6 +218,8 @@ inline Floats dot(Floats total, Pairs<Bf16> a, Pairs<Bf16> b) {
 inline void relax() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");
 #endif
 }
 
@@ -295,16 +296,27 @@ inline Span range_of(const Shard& shard, int64_t count, int64_t grain = 1) {
   return {begin < count ? begin : count, end < count ? end : count};
 }
 
+// The functions of an OpenMP runtime, under GNU's names, which other runtimes have as well.
+struct OpenMp {
+  void (*parallel)(void (*work)(void*), void* data, unsigned num_threads, unsigned flags);  // GOMP_parallel
+  void (*set_dynamic)(int);                                                                 // omp_set_dynamic
+  int (*num_threads)();                                                                     // omp_get_num_threads
+};
+
+extern OpenMp openmp;  // of `er_use_openmp`
+
 // Run work(team) on `num_threads` threads, or on fewer if OpenMP provides fewer.
 template <class Work>
 void run_team(int num_threads, Work&& work) {
   Team::State state;
-  omp_set_dynamic(0);  // no fewer threads than requested: the layout of scratch may depend on their number
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-  {
-    Team team(&state, omp_get_num_threads());
+  auto run = [&](int team_size) {
+    Team team(&state, team_size);
     work(team);
-  }
+  };
+  if (num_threads <= 1) return run(1);
+  openmp.set_dynamic(0);  // no fewer threads than requested: the layout of scratch may depend on their number
+  auto run_thread = [](void* data) { (*static_cast<decltype(run)*>(data))(openmp.num_threads()); };
+  openmp.parallel(run_thread, &run, unsigned(num_threads), 0);
 }
 
 // Run the single phase work(shard) on `num_threads` threads, or on fewer if OpenMP provides fewer.

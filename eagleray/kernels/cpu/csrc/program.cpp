@@ -125,6 +125,8 @@ void run(const COp* ops, int64_t count, const CBuffer* buffers, const CBatch& ba
 
 }  // namespace
 
+OpenMp openmp;
+
 }  // namespace eagleray
 
 using namespace eagleray;
@@ -133,6 +135,12 @@ extern "C" {
 
 void er_run(int dtype, const COp* ops, int64_t count, const CBuffer* buffers, const CBatch* batch, int num_threads) {
   (dtype ? run<Bf16> : run<float>)(ops, count, buffers, *batch, num_threads);
+}
+
+void er_use_openmp(void* parallel, void* set_dynamic, void* get_num_threads) {
+  openmp = {reinterpret_cast<decltype(OpenMp::parallel)>(parallel),
+            reinterpret_cast<decltype(OpenMp::set_dynamic)>(set_dynamic),
+            reinterpret_cast<decltype(OpenMp::num_threads)>(get_num_threads)};
 }
 
 const char* er_abi_fingerprint() { return ABI_FINGERPRINT; }

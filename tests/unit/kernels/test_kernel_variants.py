@@ -1,0 +1,102 @@
+"""The variant of the kernels that a processor gets, from its features or from a variable."""
+
+from __future__ import annotations
+
+import logging
+import platform
+
+import pytest
+import torch
+
+from eagleray.errors import ConfigError
+from eagleray.kernels.cpu.build import library as native
+from eagleray.kernels.cpu.build import variants
+from eagleray.kernels.cpu.build.library import native_library
+from eagleray.kernels.cpu.build.openmp import NativeUnavailable
+from eagleray.kernels.cpu.build.variants import AVX2, AVX512, VARIANTS, best_variant, named_variant
+
+HASWELL: dict[str, object] = dict.fromkeys(AVX2, True)
+SKYLAKE: dict[str, object] = dict.fromkeys(AVX512, True)
+ZEN4 = SKYLAKE | {"avx512_bf16": True, "cpu_name": "AMD EPYC", "l1d_cache_size": 32768}
+
+
+@pytest.fixture
+def prebuilt(tmp_path, monkeypatch):
+    """The directory of prebuilt libraries, empty; opened and compiled kernels are texts that tell their origin."""
+    monkeypatch.setattr(variants, "PREBUILT_DIRECTORY", tmp_path)
+    monkeypatch.setattr(native, "open_library", lambda path: f"opened {path.name}")
+    monkeypatch.setattr(native, "compiled_library", lambda variant: f"compiled {variant and variant.name}")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: HASWELL)
+    monkeypatch.delenv("EAGLERAY_CPU_KERNELS", raising=False)
+    native_library.cache_clear()
+    yield tmp_path
+    native_library.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "capabilities", "name"),
+    [
+        ("x86_64", ZEN4, "avx512_bf16"),
+        ("x86_64", SKYLAKE, "avx512"),
+        ("x86_64", SKYLAKE | {"avx512_vl": False}, "avx2"),  # Xeon Phi
+        ("x86_64", HASWELL, "avx2"),
+        ("x86_64", HASWELL | {"fma3": False}, "portable"),
+        ("x86_64", {"avx512_bf16": True}, "portable"),
+        ("x86_64", {}, "portable"),
+        ("aarch64", {"bf16": True}, "neon_bf16"),
+        ("aarch64", {"bf16": False}, "neon"),
+    ],
+)
+def test_best_variant_is_the_fastest_that_the_processor_has(architecture, capabilities, name):
+    assert best_variant(architecture, capabilities).name == name
+
+
+def test_best_variant_of_another_architecture_is_none():
+    assert best_variant("ppc64le", {}) is None
+
+
+def test_variant_features_have_the_names_of_torch():
+    known = {feature for each in VARIANTS if each.architecture == platform.machine() for feature in each.features}
+    assert known <= torch.cpu.get_capabilities().keys()
+
+
+def test_named_variant_that_the_processor_lacks_is_refused():
+    assert named_variant("avx2", "x86_64", ZEN4).name == "avx2"
+    assert named_variant("native", "x86_64", ZEN4) is None
+    with pytest.raises(ConfigError, match="this processor lacks avx512_bf16, which avx512_bf16 needs; unset"):
+        named_variant("avx512_bf16", "x86_64", SKYLAKE)
+    with pytest.raises(ConfigError, match=r"`neon` is none of avx512_bf16, avx512, avx2, portable, native$"):
+        named_variant("neon", "x86_64", SKYLAKE)
+
+
+def test_native_library_of_a_source_tree_is_compiled_for_this_processor(prebuilt):
+    assert native_library() == "compiled None"
+
+
+def test_native_library_of_a_wheel_is_the_best_prebuilt(prebuilt, caplog):
+    for variant in VARIANTS:
+        variant.prebuilt.touch()
+    with caplog.at_level(logging.INFO, "eagleray"):
+        assert native_library() == "opened kernels-avx2.so"
+    assert caplog.messages == ["using the prebuilt kernels for avx2"]
+
+
+@pytest.mark.parametrize("is_prebuilt", [False, True])
+@pytest.mark.parametrize(("name", "origin"), [("portable", "compiled portable"), ("native", "compiled None")])
+def test_native_library_chosen_by_the_variable(prebuilt, monkeypatch, is_prebuilt, name, origin):
+    monkeypatch.setenv("EAGLERAY_CPU_KERNELS", name)
+    for variant in VARIANTS if is_prebuilt else ():
+        variant.prebuilt.touch()
+    expected = "opened kernels-portable.so" if is_prebuilt and name == "portable" else origin
+    assert native_library() == expected
+
+
+def test_native_library_that_cannot_be_opened_is_compiled(prebuilt, monkeypatch, caplog):
+    def refuse(path):
+        raise NativeUnavailable("wrong ELF class")
+
+    monkeypatch.setattr(native, "open_library", refuse)
+    (prebuilt / "kernels-avx2.so").touch()
+    assert native_library() == "compiled None"
+    assert caplog.messages == ["the prebuilt kernels for avx2 cannot be used, so they are compiled: wrong ELF class"]
