@@ -15,7 +15,7 @@ import torch
 from eagleray.errors import EagleRayError
 from eagleray.kernels.choose import Gpu, triton_lack
 from eagleray.kernels.cpu.build.library import native_library
-from eagleray.kernels.cpu.build.openmp import openmp_runtime
+from eagleray.kernels.cpu.build.openmp import mapped_runtimes
 from eagleray.worker.memory import host_free_bytes, total_bytes
 
 
@@ -37,7 +37,7 @@ def describe_devices() -> dict[str, Any]:
 
 def _openmp() -> str:
     try:
-        return str(openmp_runtime().path)
+        return ", ".join(map(str, sorted(mapped_runtimes()))) or "none"
     except EagleRayError as error:
         return f"not usable: {error}"
 
