@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shlex
 import tomllib
@@ -34,7 +33,10 @@ MODULES = ("eagleray.compat.vllm",)
 IMAGES = ("eagleray", "eagleray-cuda")
 """Names that documents give to images of deploy/Dockerfile."""
 ELLIPSIS = "…"
-OTHERS = {":", "bash", "cat", "cd", "echo", "export", "git", "hf", "kill", "ls", "ray", "rm", "source", "sudo"}
+OTHERS = {
+    *(":", "cd", "echo", "export", "kill", "source"),  # the shell's
+    *("bash", "cat", "git", "grep", "hf", "ls", "pgrep", "ray", "rm", "sudo"),
+}
 """Programs whose arguments are not checked."""
 
 
@@ -104,6 +106,8 @@ class Checker:
                 self._check_pip(rest)
             case ["-m", module, *_] if module in MODULES or module == "venv":
                 pass
+            case ["-c", program, *_]:
+                compile(program, "document", "exec")
             case [script, *_] if (ROOT / script).is_file():
                 pass
             case _:
@@ -157,6 +161,7 @@ class Request(NamedTuple):
     method: str
     url: str
     body: str | None
+    """The body's text; None without one, and for a file."""
 
 
 CURL_VALUES = {"-H", "--header", "-o", "--output", "-w", "-m", "--max-time", "--unix-socket", "--cacert", "-u"}
@@ -181,6 +186,5 @@ def _read_curl(words: Sequence[str]) -> Request:
             urls.append(word)
     if len(urls) != 1:
         raise CommandWrong(f"curl {shlex.join(words)}: expected one URL")
-    if body is not None and not body.startswith("@"):
-        json.loads(body)
-    return Request(method or ("GET" if body is None else "POST"), urls[0], body)
+    method = method or ("GET" if body is None else "POST")
+    return Request(method, urls[0], None if body is None or body.startswith("@") else body)

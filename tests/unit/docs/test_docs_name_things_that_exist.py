@@ -13,12 +13,13 @@ FILES = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / fo
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in FILES)
 
 FOREIGN = {
-    *("nohup", "ps"),  # the system's
+    *("nohup", "numactl", "ps", "taskset"),  # the system's
     *("DATABASE_URL", "HTTP_PROXY", "SO_REUSEPORT", "Upgrade", "vdpbf16ps"),  # users', Linux's, HTTP's, the CPU's
     *("MainProcess", "WatchedFileHandler"),  # Python's
     *("FF", "RCVHWM", "SNDHWM", "nil"),  # bytes and options of zmq, MessagePack's null
     *("RAY_preload_python_modules", "py_modules", "working_dir"),  # Ray's
-    *("figures.json", "file.yaml", "gpu.json", "probe.py"),  # files that the reader writes
+    # files that the reader writes
+    *("after.json", "before.json", "figures.json", "file.yaml", "gpu.json", "probe.py", "request.json"),
     *("Forwarded", "Origin"),  # HTTP's
     *("ForSequenceClassification", "LlamaForSequenceClassification", "MistralModel", "Qwen3Model"),  # architectures
     *("1_Pooling/config.json", "modules.json"),  # files of sentence-transformers
