@@ -68,6 +68,12 @@ class EngineArgs:
 
         Options that were not given come from the environment.
         """
+        config = self.parse()
+        return msgspec.structs.replace(config, model=checked_model(config.model))
+
+    def parse(self) -> Config:
+        """Check the values, and return the configuration for another process, which looks for the model. Otherwise as
+        `config`."""
         defaults = _defaults()
         given = vars(self) | {"placement_group": _placement_group_id(self.placement_group)}
         known = with_variables(translate(given, defaults), defaults)
@@ -78,7 +84,7 @@ class EngineArgs:
         set_up_log("llm", config)
         for note in known.notes:
             logger.info("%s", note)
-        return msgspec.structs.replace(config, model=checked_model(config.model))
+        return config
 
 
 class AsyncEngineArgs(EngineArgs):

@@ -1,0 +1,66 @@
+"""Options that all stages take beside those of the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from eagleray.config.keywords import LLMKeywords
+from eagleray.errors import ConfigError
+
+OnError = Literal["return", "raise"]
+
+ROWS_PER_BLOCK = 64
+
+
+class StageKeywords(LLMKeywords, total=False):
+    """Options of a stage, and those of `LLM`."""
+
+    errors: OnError
+    """With return, which is the default, a row that is wrong or fails alone has nulls in the new columns, and its code
+    and message in the column `error`. With raise the pipeline ends with an error that shows the row."""
+    output_prefix: str
+    """Text before the names of the new columns; empty by default."""
+    num_actors: int | tuple[int, int]
+    """Number of actors, each with engines of its own, or the least and the greatest number; 1 by default."""
+    rows_per_block: int
+    """Number of rows of a block, which is what is computed again if an actor is killed; 64 by default."""
+    actor_options: Mapping[str, Any]
+    """Keywords of `map_batches`, such as `num_gpus`, `memory`, `label_selector` or `runtime_env`. By default an actor
+    reserves what its workers need."""
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """The options of a stage, checked. Raises `ConfigError`."""
+
+    errors: OnError = "return"
+    output_prefix: str = ""
+    num_actors: Any = 1
+    """Least and greatest number of actors, once checked."""
+    rows_per_block: int = ROWS_PER_BLOCK
+    actor_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.errors not in ("return", "raise"):
+            raise ConfigError(f"`errors` must be return or raise, but it is {self.errors!r}")
+        if not (isinstance(self.rows_per_block, int) and self.rows_per_block >= 1):
+            raise ConfigError(f"`rows_per_block` must be at least 1, but it is {self.rows_per_block!r}")
+        numbers = (self.num_actors, self.num_actors) if isinstance(self.num_actors, int) else self.num_actors
+        match numbers:
+            case (int(least), int(greatest)) if 1 <= least <= greatest:
+                object.__setattr__(self, "num_actors", (least, greatest))
+            case _:
+                raise ConfigError(
+                    "`num_actors` must be a number of actors, or the least and the greatest number, but it is "
+                    f"{self.num_actors!r}"
+                )
+
+
+def split_options(given: StageKeywords) -> tuple[StageOptions, LLMKeywords]:
+    """Return the options of the stage, and those of the engines."""
+    names = {one.name for one in fields(StageOptions)}
+    own: dict[str, Any] = {name: value for name, value in given.items() if name in names}
+    others: Any = {name: value for name, value in given.items() if name not in names}
+    return StageOptions(**own), others

@@ -1,0 +1,153 @@
+"""Functions that add a stage to a dataset."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+import msgspec
+from ray.data import ActorPoolStrategy, Dataset
+
+from eagleray.client.pooling import PoolingParams
+from eagleray.config.resolve import executor_name
+from eagleray.config.sections import Config
+from eagleray.data import reservation
+from eagleray.data.options import StageKeywords, split_options
+from eagleray.data.outputs import GENERATION, ROUTED_EXPERTS
+from eagleray.data.stage_actor import StageActor
+from eagleray.data.stages import GenerationStage, PoolingStage, ScoreStage, Stage
+from eagleray.engine_args import EngineArgs
+from eagleray.errors import ConfigError
+from eagleray.generation_calls import OneParams, as_params
+
+DEFAULT_OUTPUTS = ("generated_text", "finish_reason", "num_prompt_tokens", "num_generated_tokens")
+
+BLOCKS_AHEAD = 2
+"""Blocks of an actor, as a multiple of those that hold all rows in flight: a block remains until its slowest row has
+finished, and the rows of other blocks fill the engines meanwhile."""
+
+
+def generate(
+    ds: Dataset,
+    model: str | None = None,
+    *,
+    prompt_column: str = "prompt",
+    messages_column: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    sampling_params: OneParams | None = None,
+    sampling_params_column: str | None = None,
+    seed_column: str | None = None,
+    lora_column: str | None = None,
+    outputs: Sequence[str] = DEFAULT_OUTPUTS,
+    **options: Unpack[StageKeywords],
+) -> Dataset:
+    """Return the dataset with the columns `outputs`, which the model generates. Lazy, as all transformations of Ray
+    Data are.
+
+    `prompt_column`: texts or lists of token ids. `messages_column`: conversations instead, which the model's chat
+    template renders with `chat_template_kwargs`. `sampling_params`: those of all rows; by default the model's own.
+    `sampling_params_column` (dictionaries), `seed_column` and `lora_column` (names of adapters, see the option
+    `lora_modules`) change them for a row, where they are not null.
+
+    `outputs`: names among generated_text, generated_token_ids, finish_reason, num_prompt_tokens, num_generated_tokens,
+    prompt_token_ids, cumulative_logprob, logprobs and routed_experts. `options`: those of `StageKeywords`.
+
+    Raises `ConfigError` and `InvalidRequest` for wrong arguments, and `ClusterError` if the cluster can never hold the
+    actors. A model that is missing or damaged ends the pipeline when it runs.
+    """
+    _check_outputs(outputs)
+    if ROUTED_EXPERTS in outputs:
+        options["enable_return_routed_experts"] = True
+    params = None if sampling_params is None else as_params(sampling_params)
+    stage = GenerationStage(
+        prompt_column=prompt_column,
+        messages_column=messages_column,
+        chat_template_kwargs=chat_template_kwargs,
+        sampling_params=params,
+        sampling_params_column=sampling_params_column,
+        seed_column=seed_column,
+        lora_column=lora_column,
+        outputs=tuple(outputs),
+    )
+    return _add_stage(ds, model, stage, options)
+
+
+def embed(
+    ds: Dataset,
+    model: str | None = None,
+    *,
+    prompt_column: str = "prompt",
+    pooling_params: PoolingParams | None = None,
+    **options: Unpack[StageKeywords],
+) -> Dataset:
+    """Return the dataset with the column `embedding`, the vector of each prompt. Otherwise as `generate`."""
+    params = pooling_params or PoolingParams()
+    return _add_stage(ds, model, PoolingStage(task="embed", prompt_column=prompt_column, params=params), options)
+
+
+def classify(
+    ds: Dataset,
+    model: str | None = None,
+    *,
+    prompt_column: str = "prompt",
+    pooling_params: PoolingParams | None = None,
+    **options: Unpack[StageKeywords],
+) -> Dataset:
+    """Return the dataset with the column `probs`, the probabilities of the classes. Otherwise as `generate`."""
+    params = pooling_params or PoolingParams()
+    return _add_stage(ds, model, PoolingStage(task="classify", prompt_column=prompt_column, params=params), options)
+
+
+def score(
+    ds: Dataset,
+    model: str | None = None,
+    *,
+    query_column: str = "query",
+    document_column: str = "document",
+    **options: Unpack[StageKeywords],
+) -> Dataset:
+    """Return the dataset with the column `score`, that of a pair of texts, see `LLM.score`. Otherwise as `generate`."""
+    return _add_stage(ds, model, ScoreStage(query_column=query_column, document_column=document_column), options)
+
+
+def _add_stage(ds: Dataset, model: str | None, stage: Stage, options: StageKeywords) -> Dataset:
+    pool, engine_options = split_options(options)
+    config = _with_executor(EngineArgs(model, **engine_options).parse())
+    max_in_flight = 2 * config.scheduling.max_num_seqs * config.parallel.data_parallel_size
+    num_blocks = BLOCKS_AHEAD * math.ceil(max_in_flight / pool.rows_per_block)
+    least, greatest = pool.num_actors
+    return ds.repartition(target_num_rows_per_block=pool.rows_per_block, strict=True).map_batches(
+        StageActor,
+        fn_constructor_args=(config, stage),
+        fn_constructor_kwargs={
+            "errors": pool.errors,
+            "output_prefix": pool.output_prefix,
+            "max_in_flight": max_in_flight,
+        },
+        batch_size=None,  # one call for each block, and so one output block, see `outputs`
+        batch_format="pyarrow",
+        udf_modifying_row_count=False,
+        compute=ActorPoolStrategy(
+            min_size=least,
+            max_size=greatest,
+            max_tasks_in_flight_per_actor=num_blocks,
+            max_concurrent_calls_per_actor=num_blocks,
+            enable_true_multi_threading=True,
+        ),
+        **reservation.reserve(config, pool.actor_options, least),
+    )
+
+
+def _with_executor(config: Config) -> Config:
+    """Return the configuration with the executor that an instance outside of a placement group chooses: the group of
+    an actor, if it is in one, holds the actor alone."""
+    execution = msgspec.structs.replace(config.execution, executor=executor_name(config, in_placement_group=False))
+    return msgspec.structs.replace(config, execution=execution)
+
+
+def _check_outputs(outputs: Sequence[str]) -> None:
+    if isinstance(outputs, str) or not outputs:
+        raise ConfigError(f"`outputs` must be a list of names of columns, but it is {outputs!r}")
+    if unknown := [name for name in outputs if name not in GENERATION]:
+        raise ConfigError(f"`outputs` has no column {unknown[0]!r}: take some of {', '.join(GENERATION)}")

@@ -1,0 +1,84 @@
+"""Resources that an actor of a stage reserves, and the check that the cluster can give them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from eagleray.cluster.bundles import Resources, count_fitting, format_resources, worker_resources
+from eagleray.cluster.nodes import Node, can_grow, list_nodes
+from eagleray.cluster.timeouts import POLL_INTERVAL_SECONDS
+from eagleray.config.sections import Config
+from eagleray.errors import ClusterError
+
+ACTOR_CPUS = 1.0
+"""CPUs of an actor whose workers compute elsewhere or on GPUs, for texts and tokens."""
+
+
+def actor_resources(config: Config, nodes: Sequence[Node]) -> dict[str, float]:
+    """Return the resources of an actor: all that its workers need if they are its child processes.
+
+    Engines and workers that are Ray actors have placement groups of their own.
+    """
+    parallel = config.parallel
+    if config.execution.executor in ("ray", "ray-graph") or parallel.data_parallel_backend == "ray":
+        return {"CPU": ACTOR_CPUS}
+    worker = worker_resources({}, config.execution.device, [node.total for node in nodes if node.is_alive])
+    if "CPU" in worker and config.execution.num_threads is not None:
+        worker = {"CPU": float(config.execution.num_threads)}
+    count = parallel.world_size * parallel.data_parallel_size
+    return {"CPU": ACTOR_CPUS, **{name: amount * count for name, amount in worker.items()}}
+
+
+def as_options(resources: Resources) -> dict[str, Any]:
+    """Return the keywords of `map_batches` for these resources."""
+    names = {"CPU": "num_cpus", "GPU": "num_gpus"}
+    options: dict[str, Any] = {names[name]: amount for name, amount in resources.items() if name in names}
+    others = {name: amount for name, amount in resources.items() if name not in names}
+    return {**options, "resources": others} if others else options
+
+
+def as_resources(options: Mapping[str, Any]) -> dict[str, float]:
+    """Return the resources in keywords of `map_batches`."""
+    named = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), **(options.get("resources") or {})}
+    return {name: float(amount) for name, amount in named.items() if amount}
+
+
+def reserve(config: Config, given: Mapping[str, Any], num_actors: int) -> dict[str, Any]:
+    """Return the keywords of `map_batches` with the resources of an actor; `given` replaces those by default.
+
+    Raises `ClusterError` if the cluster can never hold `num_actors` actors.
+    """
+    if not ray.is_initialized():
+        ray.init()
+    options = {**as_options(actor_resources(config, list_nodes())), **given}
+    _check_capacity(as_resources(options), num_actors)
+    return options
+
+
+def _check_capacity(resources: Resources, num_actors: int) -> None:
+    while (shortage := explain_actor_shortage(nodes := list_nodes(), resources, num_actors)) is not None:
+        grows = can_grow(nodes)
+        if grows is False:
+            raise ClusterError(shortage)
+        if grows:
+            return
+        time.sleep(POLL_INTERVAL_SECONDS)  # known some seconds after the cluster's start
+
+
+def explain_actor_shortage(nodes: Sequence[Node], resources: Resources, num_actors: int) -> str | None:
+    """Return a sentence if the nodes, with nothing on them, cannot hold the actors; else None."""
+    alive = [node for node in nodes if node.is_alive]
+    room = sum(count_fitting(node.total, resources) for node in alive) if resources else num_actors
+    if room >= num_actors:
+        return None
+    has = "; ".join(
+        f"node {node.label} has {format_resources({name: node.total.get(name, 0.0) for name in resources})}"
+        for node in alive
+    )
+    actors = "an actor" if num_actors == 1 else f"{num_actors} actors"
+    advice = f"set `num_actors` to {room}" if room else "set `actor_options` to what a node has, or add nodes"
+    return f"the stage needs {actors} with {format_resources(resources)} each, but the cluster has: {has}; {advice}"

@@ -1,0 +1,147 @@
+"""Stages as values: which columns a stage reads and adds, and what it computes for a row.
+
+A stage is made in the driver and sent to the stage's actors, where `open` connects it to their engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from eagleray.client.pooling import PoolingParams
+from eagleray.config.lora_modules import lora_modules
+from eagleray.data.columns import Row, adapter_of, messages_of, params_of, prompt_of, text_of
+from eagleray.data.outputs import GENERATION, ROUTED_EXPERTS
+from eagleray.generation_calls import GenerationCalls, PromptBatch
+from eagleray.instance import LocalInstance
+from eagleray.lora import LoRARequest, LoraRequests
+from eagleray.messages.sampling import SamplingParams
+from eagleray.pooling_calls import PoolingCalls
+from eagleray.prompts import PromptLike, chat_prompts
+from eagleray.row_errors import RequestError
+
+ComputeRow = Callable[[Row], Awaitable[dict[str, Any]]]
+"""Returns the values of a row's new columns. Raises one of `ROW_ERRORS` for a row that is wrong or fails."""
+
+
+class Stage(Protocol):
+    """A stage of a pipeline."""
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the columns that are read."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the columns that are added, without the prefix."""
+
+    def open(self, instance: LocalInstance) -> ComputeRow:
+        """Return the function that computes rows. It is called in the loop of the instance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationStage:
+    """Completes prompts or answers conversations."""
+
+    prompt_column: str
+    messages_column: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    sampling_params: SamplingParams | None
+    """None: the model's own."""
+    sampling_params_column: str | None
+    seed_column: str | None
+    lora_column: str | None
+    outputs: tuple[str, ...]
+
+    @property
+    def inputs(self) -> list[str]:
+        columns = [self.messages_column or self.prompt_column, self.sampling_params_column, self.seed_column]
+        return [name for name in [*columns, self.lora_column] if name is not None]
+
+    def open(self, instance: LocalInstance) -> ComputeRow:
+        loras = LoraRequests(instance.client, instance.control)
+        calls = GenerationCalls(instance, loras)
+        own = self.sampling_params or instance.default_sampling_params()
+        defaults = {name: getattr(own, name) for name in own.__struct_fields__}
+        adapters = {name: LoRARequest(name, number) for number, name in enumerate(lora_modules(instance.config), 1)}
+
+        async def compute(row: Row) -> dict[str, Any]:
+            params = params_of(row, defaults, column=self.sampling_params_column, seed=self.seed_column)
+            adapter = adapter_of(row, self.lora_column, adapters)
+            lora_request = None if adapter is None else adapters[adapter]
+            batch = PromptBatch(0, [self._prompt(row, instance)], [self._with_outputs(params)], None, lora_request)
+            (output,) = await calls.complete(batch, "return", use_tqdm=False)
+            if isinstance(output, RequestError):
+                raise output.error
+            return {name: GENERATION[name].value(output) for name in self.outputs}
+
+        return compute
+
+    def _prompt(self, row: Row, instance: LocalInstance) -> PromptLike:
+        if self.messages_column is None:
+            return prompt_of(row, self.prompt_column)
+        conversation = messages_of(row, self.messages_column)
+        (prompt,) = chat_prompts(conversation, instance.tokenizer, chat_template_kwargs=self.chat_template_kwargs)
+        return prompt
+
+    def _with_outputs(self, params: SamplingParams) -> SamplingParams:
+        """Have the engine report what the columns need, and no routed experts otherwise."""
+        params.return_routed_experts = ROUTED_EXPERTS in self.outputs
+        if params.logprobs is None and not {"logprobs", "cumulative_logprob"}.isdisjoint(self.outputs):
+            params.logprobs = 0
+        return params
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingStage:
+    """Embeds or classifies prompts."""
+
+    task: Literal["embed", "classify"]
+    prompt_column: str
+    params: PoolingParams
+
+    @property
+    def inputs(self) -> list[str]:
+        return [self.prompt_column]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("embedding" if self.task == "embed" else "probs",)
+
+    def open(self, instance: LocalInstance) -> ComputeRow:
+        calls = PoolingCalls(instance, LoraRequests(instance.client, instance.control))
+        (name,) = self.outputs
+
+        async def compute(row: Row) -> dict[str, Any]:
+            prompts: list[PromptLike] = [prompt_of(row, self.prompt_column)]
+            (output,) = await calls.encode(prompts, self.params, self.task)
+            return {name: output.outputs.data}
+
+        return compute
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreStage:
+    """Scores pairs of texts."""
+
+    query_column: str
+    document_column: str
+
+    @property
+    def inputs(self) -> list[str]:
+        return [self.query_column, self.document_column]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("score",)
+
+    def open(self, instance: LocalInstance) -> ComputeRow:
+        calls = PoolingCalls(instance, LoraRequests(instance.client, instance.control))
+
+        async def compute(row: Row) -> dict[str, Any]:
+            query, document = text_of(row, self.query_column), text_of(row, self.document_column)
+            (output,) = await calls.score(query, document, None, None, use_tqdm=False, chat_template=None)
+            return {"score": output.outputs.score}
+
+        return compute

@@ -1,0 +1,56 @@
+"""Reads prompts, has a model complete them, and writes the answers. Started again after it was killed, it continues.
+
+python examples/ray_data/generate.py [--prompts DIRECTORY] [--answers DIRECTORY] [--model MODEL]
+
+Prompts are Parquet files with the columns `id` and `prompt`; without `--prompts` the program writes some. It joins the
+Ray cluster that runs here, or starts one. On a cluster the directories must be ones that all nodes see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import ray.data
+
+import eagleray.data
+
+
+def write_prompts(directory: Path, num_rows: int = 100) -> None:
+    """Write prompts for a trial."""
+    verbs = ["Return", "Raise", "Print", "Compute", "Parse"]
+    rows = [{"id": number, "prompt": f"{verbs[number % len(verbs)]} the"} for number in range(num_rows)]
+    ray.data.from_items(rows).write_parquet(str(directory))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--answers", type=Path, default=Path(tempfile.gettempdir()) / "eagleray-answers")
+    parser.add_argument("--model", help="a checkpoint or an id; by default the embedded model")
+    args = parser.parse_args()
+    ray.init(include_dashboard=False)
+    if args.prompts is None:
+        args.prompts = args.answers / "prompts"
+        if not args.prompts.exists():
+            write_prompts(args.prompts)
+
+    # Ray Data notes which rows were written, and skips them when the program is started again.
+    context = ray.data.DataContext.get_current()
+    context.checkpoint_config = {"id_column": "id", "checkpoint_path": str(args.answers / "checkpoint")}
+
+    ds = ray.data.read_parquet(str(args.prompts))
+    ds = eagleray.data.generate(ds, args.model, sampling_params={"max_tokens": 24, "temperature": 0.0})
+    ds.write_parquet(str(args.answers / "rows"))
+
+    context.checkpoint_config = None
+    answers = ray.data.read_parquet(str(args.answers / "rows"))
+    failed = answers.filter(lambda row: row["error"] is not None).count()
+    print(f"{answers.count()} rows in {args.answers / 'rows'}, {failed} of them with an error. The first:")
+    for row in answers.sort("id").take(3):
+        print(f"{row['id']}: {row['prompt']} … {row['generated_text']!r}")
+
+
+if __name__ == "__main__":
+    main()

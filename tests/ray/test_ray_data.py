@@ -1,0 +1,85 @@
+"""Pipelines of Ray Data with a stage of a model, whose processes are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray_cluster
+from checkpoints import make_checkpoint
+from ray_data import engines_of, stage_actors
+
+from eagleray.errors import ClusterError, ConfigError, InvalidRequest
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+]
+
+OPTIONS: dict[str, Any] = {"num_threads": 1, "num_kv_blocks": 128, "max_num_seqs": 8, "device": "cpu"}
+PARAMS = {"max_tokens": 4, "ignore_eos": True}
+NUM_ROWS = 120
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("data"), "qwen3"))
+
+
+@pytest.fixture(autouse=True)
+def end_of_ray_data(cluster: str) -> Iterator[None]:
+    """End the actors with which Ray Data itself keeps statistics: they would outlive the test."""
+    yield
+    ray_cluster.clear()
+
+
+def dataset(num_rows: int = NUM_ROWS) -> Any:
+    import ray.data
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    return ray.data.from_items([{"id": row, "prompt": [5, 6, row]} for row in range(num_rows)], override_num_blocks=2)
+
+
+def generate(ds: Any, *args: Any, **options: Any) -> Any:
+    import eagleray.data
+
+    return eagleray.data.generate(ds, *args, **{**OPTIONS, "sampling_params": PARAMS, "rows_per_block": 10, **options})
+
+
+def test_generate_rows_come_once_though_engine_and_actor_are_killed(cluster: str, checkpoint: str) -> None:
+    seen: Counter[int] = Counter()
+    kills = [lambda: engines_of(stage_actors()[0])[0], lambda: stage_actors()[0]]
+    for batch in generate(dataset(), checkpoint).iter_batches(batch_size=10, prefetch_batches=0):
+        seen.update(batch["id"].tolist())
+        assert set(batch["num_generated_tokens"]) == {4}
+        if kills:
+            os.kill(kills.pop(0)(), signal.SIGKILL)
+    assert not kills
+    assert seen == Counter(range(NUM_ROWS))
+
+
+def test_generate_actors_that_no_node_can_hold_are_refused(cluster: str) -> None:
+    with pytest.raises(ClusterError, match=r"needs an actor with \{CPU: 1, unobtainium: 1\} each, but the cluster has"):
+        generate(dataset(1), actor_options={"resources": {"unobtainium": 1}})
+    with pytest.raises(ClusterError, match=r"needs 30 actors with \{CPU: 1\} each, .*; set `num_actors` to 8"):
+        generate(dataset(1), num_actors=30)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"max_tokens": 3}, ConfigError, "max_tokens"),
+        ({"outputs": ["text"]}, ConfigError, "`outputs` has no column 'text': take some of generated_text, "),
+        ({"outputs": "generated_text"}, ConfigError, "`outputs` must be a list"),
+        ({"sampling_params": {"max_token": 3}}, InvalidRequest, "no field 'max_token'"),
+    ],
+)
+def test_generate_wrong_arguments_are_named_at_once(
+    cluster: str, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        generate(dataset(1), **options)

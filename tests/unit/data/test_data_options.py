@@ -1,0 +1,102 @@
+"""Options of stages, the resources that their actors reserve, and the versions of Ray that they need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eagleray.cluster.nodes import Node
+from eagleray.config.build import build_config
+from eagleray.data import requirements
+from eagleray.data.options import StageOptions, split_options
+from eagleray.data.reservation import actor_resources, as_options, as_resources, explain_actor_shortage
+from eagleray.errors import ConfigError
+
+
+def node(**resources: float) -> Node:
+    return Node(node_id="a" * 32, ip="10.0.0.1", is_alive=True, total=resources, free=resources)
+
+
+def test_split_options_divides_stage_and_engine() -> None:
+    stage, engine = split_options({"num_actors": 2, "errors": "raise", "max_num_seqs": 8})
+    assert (stage.num_actors, stage.errors, stage.rows_per_block) == ((2, 2), "raise", 64)
+    assert engine == {"max_num_seqs": 8}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"errors": "ignore"},
+        {"rows_per_block": 0},
+        {"rows_per_block": "64"},
+        {"num_actors": 0},
+        {"num_actors": (2, 1)},
+        {"num_actors": (1, 2, 3)},
+        {"num_actors": "all"},
+    ],
+)
+def test_stage_options_wrong_value_is_named(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"`{name}` must be "):
+        StageOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "total", "expected"),
+    [
+        ({}, {"CPU": 8}, {"CPU": 1}),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, {"CPU": 8}, {"CPU": 4}),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, {"CPU": 8, "GPU": 4}, {"CPU": 1, "GPU": 4}),
+        ({"device": "cpu"}, {"CPU": 8, "GPU": 4}, {"CPU": 1}),
+        ({"num_threads": 3, "tensor_parallel_size": 2}, {"CPU": 8}, {"CPU": 6}),
+        ({"executor": "ray", "tensor_parallel_size": 4}, {"CPU": 8, "GPU": 4}, {"CPU": 1}),
+        ({"data_parallel_backend": "ray", "data_parallel_size": 4}, {"CPU": 8}, {"CPU": 1}),
+    ],
+)
+def test_actor_resources_are_those_of_its_child_processes(
+    options: dict[str, Any], total: dict[str, float], expected: dict[str, float]
+) -> None:
+    assert actor_resources(build_config(**options), [node(**total)]) == expected
+
+
+def test_as_options_and_back() -> None:
+    resources = {"CPU": 1.0, "GPU": 2.0, "acc": 1.0}
+    options = as_options(resources)
+    assert options == {"num_cpus": 1.0, "num_gpus": 2.0, "resources": {"acc": 1.0}}
+    assert as_resources(options) == resources
+
+
+@pytest.mark.parametrize(
+    ("resources", "num_actors", "advice"),
+    [
+        ({"GPU": 4.0}, 1, None),
+        ({"GPU": 2.0}, 2, None),
+        ({}, 9, None),
+        ({"GPU": 2.0}, 3, "set `num_actors` to 2"),
+        ({"GPU": 8.0}, 1, "set `actor_options` to what a node has, or add nodes"),
+        ({"TPU": 1.0}, 1, "node 10.0.0.1 (aaaaaaaa) has {TPU: 0}"),
+    ],
+)
+def test_explain_actor_shortage_says_what_would_fit(
+    resources: dict[str, float], num_actors: int, advice: str | None
+) -> None:
+    said = explain_actor_shortage([node(CPU=8, GPU=4)], resources, num_actors)
+    assert said is None if advice is None else said is not None and advice in said
+
+
+@pytest.mark.parametrize("version", ["2.59.1", "1.13.0", "unknown"])
+def test_check_version_older_ray_is_refused(version: str) -> None:
+    with pytest.raises(ImportError, match=rf"needs Ray 2\.60 or newer, but Ray {version} is installed: pip install"):
+        requirements.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.60.0", "2.61.0rc1", "3.0.0.dev0"])
+def test_check_version_newer_ray_is_accepted(version: str) -> None:
+    requirements.check_version(version)
+
+
+def test_check_missing_ray_data_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r'needs Ray Data, .*: pip install "eagleray\[data\]"'):
+        requirements.check()
