@@ -94,7 +94,7 @@ class Client:
         """The latest load of the experts of each engine that has joined and sent one."""
         self.history = MemberHistory()
         """Changes of the membership, as every client of the instance sees them."""
-        self._client_id = client_id
+        self.client_id = client_id
         self._inbox = inbox
         self._outbox = outbox
         self._builder = builder
@@ -224,7 +224,7 @@ class Client:
             await asyncio.sleep(CONNECTION_POLL_SECONDS)
             for peer in self._outbox.pop_broken():
                 if isinstance(peer, EngineId):
-                    self._outbox.send(SUPERVISOR, Unreachable(self._client_id, peer))
+                    self._outbox.send(SUPERVISOR, Unreachable(self.client_id, peer))
                 else:
                     self._on_supervisor_lost("the connection to the supervisor broke")
 
@@ -359,7 +359,7 @@ class Client:
             case Command():
                 if isinstance(message.body, SetState):
                     self.state = message.body.state
-                self._outbox.send(SUPERVISOR, execute(message, self._client_id, self._in_flight))
+                self._outbox.send(SUPERVISOR, execute(message, self.client_id, self._in_flight))
             case StateChanged(state):
                 self.state = state
             case Attach():
@@ -383,18 +383,17 @@ class Client:
             self._on_joined(member)
         for left in attach.missing:
             self._on_left(left)
-        for event in attach.history:
-            self.history.record(event)
+        self.history = MemberHistory(attach.history)
         self._start_heartbeat(attach.heartbeat)
-        self._outbox.send(SUPERVISOR, ClientStarted(self._client_id))
-        self.history.record(Joined(self._client_id, "", time=time.time()))  # the `Joined` is sent to the others only
+        self._outbox.send(SUPERVISOR, ClientStarted(self.client_id))
+        self.history.record(Joined(self.client_id, "", time=time.time()))  # the `Joined` is sent to the others only
         self.attached.set()
 
     def _on_joined(self, joined: Joined) -> None:
         if isinstance(joined.member, EngineId) and joined.engine is not None and joined.member not in self.engines:
             self._outbox.connect(joined.member, joined.address)
             self._in_flight.on_engine_joined(joined.member, joined.engine)
-            self._outbox.send(SUPERVISOR, Knows(self._client_id, joined.member))
+            self._outbox.send(SUPERVISOR, Knows(self.client_id, joined.member))
             self._engines_changed.set()
 
     def _on_left(self, left: Left) -> None:

@@ -115,6 +115,9 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="Serve /tokenizer_info: the tokenizer's configuration, with the chat template.")
     ] = False
+    disable_dashboard: Annotated[
+        bool, Meta(description="Serve no live page at /dashboard, and no data for it and for `eagleray top`.")
+    ] = False
     stream_interval: Annotated[
         int,
         Meta(

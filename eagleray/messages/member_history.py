@@ -3,6 +3,8 @@ those who ask what happened. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from eagleray.identity import MemberId, replica_key
 from eagleray.messages.membership import Joined, Left
 
@@ -12,8 +14,8 @@ MAX_EVENTS = 200
 class MemberHistory:
     """The last `MAX_EVENTS` changes, and the last one of each replica that is present or comes back."""
 
-    def __init__(self) -> None:
-        self.events: list[Joined | Left] = []
+    def __init__(self, events: Iterable[Joined | Left] = ()) -> None:
+        self.events = [*events]
         """Changes from the oldest to the newest, without addresses and properties of engines."""
 
     def record(self, event: Joined | Left) -> None:

@@ -23,18 +23,18 @@ class Counter:
         self, ledger: Ledger, name: str, text: str, *, labels: Sequence[str] = (), constant: Mapping[str, str]
     ) -> None:
         self._ledger = ledger
-        self._name = name
+        self.name = name
         self._text = text
         self._labels = [*constant, *labels]
         self._constant = list(constant.values())
 
     def at(self, *values: str) -> Tally:
         """Return the tally of these label values, which is reported from now on even if it is 0."""
-        return self._ledger.tally(self._name, *values)
+        return self._ledger.tally(self.name, *values)
 
     def report(self, totals: Totals) -> Metric:
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for values, total in sorted(totals[self._name].items()):
+        family = CounterMetricFamily(self.name, self._text, labels=self._labels)
+        for values, total in sorted(totals[self.name].items()):
             family.add_metric([*self._constant, *values], total)
         return family
 
@@ -53,12 +53,13 @@ class Histogram:
         constant: Mapping[str, str],
     ) -> None:
         self._ledger = ledger
-        self._name = name
+        self.name = name
         self._text = text
         self._constant = list(constant.values())
         self._labels = [*constant, *labels]
-        self._bounds = bounds
-        self._marks = bucket_marks(bounds)
+        self.bounds = bounds
+        self.marks = bucket_marks(bounds)
+        """Values of the label `le` of the buckets, see `SUM` for the sum."""
         self._tallies: dict[tuple[str, ...], tuple[list[Tally], Tally]] = {}
         if not labels:
             self._at(())  # reported from the beginning
@@ -66,21 +67,21 @@ class Histogram:
     def observe(self, value: float, *values: str) -> None:
         """Count `value` in the series of these label values."""
         counts, total = self._at(values)
-        counts[bisect_left(self._bounds, value)].add()
+        counts[bisect_left(self.bounds, value)].add()
         total.add(value)
 
     def _at(self, values: tuple[str, ...]) -> tuple[list[Tally], Tally]:
         if values not in self._tallies:
-            counts = [self._ledger.tally(self._name, *values, mark) for mark in self._marks]
-            self._tallies[values] = counts, self._ledger.tally(self._name, *values, SUM)
+            counts = [self._ledger.tally(self.name, *values, mark) for mark in self.marks]
+            self._tallies[values] = counts, self._ledger.tally(self.name, *values, SUM)
         return self._tallies[values]
 
     def report(self, totals: Totals) -> Metric:
-        parts = totals[self._name]
-        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        parts = totals[self.name]
+        family = HistogramMetricFamily(self.name, self._text, labels=self._labels)
         for values in sorted({labels[:-1] for labels in parts}):
-            counts = itertools.accumulate(parts.get((*values, mark), 0.0) for mark in self._marks)
-            buckets = list(zip(self._marks, counts, strict=True))
+            counts = itertools.accumulate(parts.get((*values, mark), 0.0) for mark in self.marks)
+            buckets = list(zip(self.marks, counts, strict=True))
             family.add_metric([*self._constant, *values], buckets, parts.get((*values, SUM), 0.0))
         return family
 

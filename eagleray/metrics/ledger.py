@@ -37,13 +37,17 @@ NAME = msgspec.json.Decoder(tuple[str, ...])
 PROCESS = "process"
 """Name of the record that holds the process id of the file's server; not a count."""
 
+IN_FLIGHT = "requests_in_flight"
+"""Name of the record that holds the number of requests that the file's server has not answered, about a second ago; not
+a count."""
+
 Labels = tuple[str, ...]
 Totals = Mapping[str, Mapping[Labels, float]]
 """Numbers by name and label values; 0 for a combination that was never counted."""
 
 
 class Tally:
-    """One number of this server, which only grows."""
+    """One number of this server."""
 
     __slots__ = ("_numbers", "_place")
 
@@ -53,6 +57,9 @@ class Tally:
 
     def add(self, amount: float = 1.0) -> None:
         self._numbers[self._place] += amount
+
+    def set(self, number: float) -> None:
+        self._numbers[self._place] = number
 
 
 class Ledger:
@@ -89,15 +96,19 @@ class Ledger:
     def totals(self) -> Totals:
         """Return the sums of all servers' numbers, including servers that have exited."""
         totals: defaultdict[str, defaultdict[Labels, float]] = defaultdict(lambda: defaultdict(float))
-        for path in self._directory.iterdir():
-            for (name, *labels), number in _records(path.read_bytes()):
+        for records in self.servers().values():
+            for (name, *labels), number in records.items():
                 totals[name][tuple(labels)] += number
         return totals
 
+    def servers(self) -> dict[int, dict[Labels, float]]:
+        """Return the numbers of each server, by name and label values, including servers that have exited."""
+        found = {int(path.name): dict(_records(path.read_bytes())) for path in self._directory.iterdir()}
+        return dict(sorted(found.items()))
+
     def processes(self) -> dict[int, int]:
         """Return process ids by server, including servers that have exited and were not replaced yet."""
-        found = {int(path.name): dict(_records(path.read_bytes())) for path in self._directory.iterdir()}
-        return {server: int(records[(PROCESS,)]) for server, records in sorted(found.items()) if (PROCESS,) in records}
+        return {server: int(records[(PROCESS,)]) for server, records in self.servers().items() if (PROCESS,) in records}
 
     def close(self) -> None:
         """Close the file. No tally may be increased afterwards."""

@@ -56,8 +56,10 @@ class RequestMetrics:
         self.params_max_tokens = histogram(
             "request_params_max_tokens", "Parameter `max_tokens` of the requests that set it.", TOKENS
         )
-        success = families.counter("request_success", "Completions that ended, by the reason.", ["finished_reason"])
-        self.finished = {reason: success.at(reason.value) for reason in FinishReason}
+        self.success = families.counter(
+            "request_success", "Completions that ended, by the reason.", ["finished_reason"]
+        )
+        self.finished = {reason: self.success.at(reason.value) for reason in FinishReason}
         self.rejected = families.counter(
             "admission_rejections",
             "Requests refused because too many are queued, by vLLM's name of the limit.",

@@ -20,6 +20,7 @@ from eagleray.metrics.ledger import Ledger
 from eagleray.server.anthropic.route import CountTokensRoute, ParsedMessages
 from eagleray.server.collective_rpc import CollectiveRpcRoute
 from eagleray.server.control import ControlRoutes
+from eagleray.server.dashboard.routes import DashboardRoutes
 from eagleray.server.endpoint import Endpoint, Operation, RequestMiddleware
 from eagleray.server.error_responses import UNKNOWN_ROUTE, RefusedRequest
 from eagleray.server.generate import ParsedGenerate, ParsedSkyrlGenerate
@@ -120,6 +121,8 @@ def list_endpoints(service: Service, config: Config) -> list[Endpoint]:
         ]
     if config.serving.enable_tokenizer_info_endpoint:
         endpoints += TokenizerInfoRoute(service, config.model).endpoints()
+    if not config.serving.disable_dashboard:
+        endpoints += DashboardRoutes(service, config, ledger).endpoints()
     endpoints += InvocationRoute(service, endpoints).endpoints()
     endpoints.append(index_endpoint(endpoints, service.version, config.serving.url_prefix))
     endpoints.append(_openapi_endpoint(endpoints, service, config.serving))

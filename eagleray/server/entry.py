@@ -21,7 +21,7 @@ import uvloop
 from eagleray.client.client import Client
 from eagleray.config.serving import ServingConfig
 from eagleray.messages.lifecycle import ApiServerSpec
-from eagleray.metrics.ledger import Ledger
+from eagleray.metrics.ledger import IN_FLIGHT, Ledger
 from eagleray.metrics.statistics_log import StatisticsLog
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.process.open_files import open_files_limit
@@ -130,7 +130,7 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: Co
     certificates = await open_certificates(spec.config.serving)
     client = Client.open(spec.client, spec.config, Path(spec.runtime_dir), host=spec.host)
     app = create_app(client, spec.config, ledger, has_access_log=True)
-    server = _Server(app, spec.config.serving, counts, certificates, on_tick=_statistics_tick(client, spec))
+    server = _Server(app, spec.config.serving, counts, certificates, on_tick=_server_tick(client, spec, ledger))
     freeze_gc()
     parent.report_bound(client.address)
     with socket.socket(fileno=spec.listener_fd) as listener:
@@ -157,13 +157,20 @@ def _exit_between_callbacks() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, handler, signal.SIGTERM, None)
 
 
-def _statistics_tick(client: Client, spec: ApiServerSpec) -> Callable[[], None]:
-    """Return the function that logs statistics when it is time. One server of an instance does, since each has the
-    stats of all engines."""
-    if spec.client.index != 0 or spec.config.observability.disable_log_stats:
-        return lambda: None
-    log = StatisticsLog(lambda: client.stats.values(), time.monotonic())
-    return lambda: log.tick(time.monotonic())
+def _server_tick(client: Client, spec: ApiServerSpec, ledger: Ledger) -> Callable[[], None]:
+    """Return the function that publishes the number of requests in flight, and logs statistics when it is time. One
+    server of an instance logs them, since each has the stats of all engines."""
+    in_flight = ledger.tally(IN_FLIGHT)
+    log = None
+    if spec.client.index == 0 and not spec.config.observability.disable_log_stats:
+        log = StatisticsLog(lambda: client.stats.values(), time.monotonic())
+
+    def tick() -> None:
+        in_flight.set(client.num_in_flight)
+        if log is not None:
+            log.tick(time.monotonic())
+
+    return tick
 
 
 async def _accept(server: _Server, listener: socket.socket, client: Client) -> None:

@@ -66,6 +66,14 @@ MEMORY_RETURN_SECONDS = 2.0
 """Delay of the clean-up after a large request, which has ended by then. One, of some 10 ms, serves all that came
 together."""
 
+# The dashboard
+
+DASHBOARD_INTERVAL_SECONDS = 1.0
+"""Interval at which the state is sent to an open page if no member joins or leaves."""
+
+DASHBOARD_PAUSE_SECONDS = 0.1
+"""Least interval, for times when members join or leave in quick succession."""
+
 # Stopping
 
 DRAIN_POLL_SECONDS = 0.02

@@ -302,7 +302,16 @@ def parse_events(text: str) -> list[Any]:
 class Call:
     """An HTTP request to an application, message by message, for slow readers and disconnects."""
 
-    def __init__(self, app: Any, path: str, body: dict[str, Any], *, is_whole: bool = True) -> None:
+    def __init__(
+        self,
+        app: Any,
+        path: str,
+        body: dict[str, Any],
+        *,
+        is_whole: bool = True,
+        method: str = "POST",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
         self.received: list[Any] = []
         self.may_send = asyncio.Event()
         self.may_send.set()
@@ -311,9 +320,9 @@ class Call:
         self._incoming.put_nowait(message)
         scope = {
             "type": "http",
-            "method": "POST",
+            "method": method,
             "path": path,
-            "headers": [(b"x-request-id", b"mine")],
+            "headers": [(b"x-request-id", b"mine"), *headers],
             "query_string": b"",
         }
         self.task = asyncio.create_task(app(scope, self._incoming.get, self._send))
