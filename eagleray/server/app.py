@@ -122,7 +122,7 @@ def list_endpoints(service: Service, config: Config) -> list[Endpoint]:
     if config.serving.enable_tokenizer_info_endpoint:
         endpoints += TokenizerInfoRoute(service, config.model).endpoints()
     if not config.serving.disable_dashboard:
-        endpoints += DashboardRoutes(service, config, ledger).endpoints()
+        endpoints += DashboardRoutes(service, config).endpoints()
     endpoints += InvocationRoute(service, endpoints).endpoints()
     endpoints.append(index_endpoint(endpoints, service.version, config.serving.url_prefix))
     endpoints.append(_openapi_endpoint(endpoints, service, config.serving))

@@ -44,6 +44,8 @@ class Service:
 
     def __init__(self, client: Client, config: Config, ledger: Ledger) -> None:
         self.client = client
+        self.ledger = ledger
+        """Counts of all API servers."""
         self.model_names = served_names(config.model)
         self.model_dir = str(checkpoint_dir(config.model))
         self.model_root = model_root(config.model)

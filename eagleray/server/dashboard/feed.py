@@ -17,7 +17,6 @@ from eagleray.config.sections import Config
 from eagleray.errors import Unavailable
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.membership import EngineInfo
-from eagleray.metrics.ledger import Ledger
 from eagleray.server.connection_limit import DEFAULT_CONNECTIONS
 from eagleray.server.dashboard.expert_window import ExpertWindow
 from eagleray.server.dashboard.rows import api_server_rows, cache_usage, engine_rows, event_rows, node_rows
@@ -33,12 +32,10 @@ CONNECTIONS_PER_STREAM = 8
 
 
 class DashboardFeed:
-    """`ledger` has the counts of all API servers."""
-
-    def __init__(self, service: Service, config: Config, ledger: Ledger) -> None:
+    def __init__(self, service: Service, config: Config) -> None:
         self._service = service
         self._client = service.client
-        self._sampler = Sampler(service.client, service.metrics.requests, ledger)
+        self._sampler = Sampler(service.client, service.metrics.requests, service.ledger)
         self._experts = ExpertWindow()
         self._sampled_at = float("-inf")
         instance = service.client.client_id.instance

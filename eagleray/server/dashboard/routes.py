@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from eagleray.config.sections import Config
-from eagleray.metrics.ledger import Ledger
 from eagleray.server.dashboard.feed import DashboardFeed
 from eagleray.server.dashboard.state import DashboardState
 from eagleray.server.endpoint import Endpoint, Operation
@@ -26,10 +25,8 @@ FILES = resources.files("eagleray.server.dashboard") / "page"
 
 
 class DashboardRoutes:
-    """`ledger` has the counts of all API servers."""
-
-    def __init__(self, service: Service, config: Config, ledger: Ledger) -> None:
-        self._feed = DashboardFeed(service, config, ledger)
+    def __init__(self, service: Service, config: Config) -> None:
+        self._feed = DashboardFeed(service, config)
         style, script = (FILES.joinpath(name).read_text("utf-8") for name in ("style.css", "script.js"))
         page = FILES.joinpath("page.html").read_text("utf-8")
         self._page = page.replace("{{style}}", style).replace("{{script}}", script).encode()

@@ -162,6 +162,8 @@ def test_openapi_lists_every_route(api):
         "/load",
         "/metrics",
         "/server_info",
+        "/dashboard",
+        "/dashboard/state",
         "/openapi.json",
         *CONTROL_PATHS,
     }
