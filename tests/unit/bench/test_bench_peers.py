@@ -171,3 +171,29 @@ def test_tree_includes_descendants_and_anonymous_bytes_are_per_process(load):
         assert memory.anonymous_bytes(child.pid) > 50_000_000 > memory.anonymous_bytes(grandchild)
         child.stdin.close()
     assert memory.anonymous_bytes(child.pid) == 0
+
+
+PLOTTED = {
+    "a/token": {"higher_is_better": False, "medians": {"eagleray": 2.0, "vllm": 3.0, "llama.cpp": 1.0, "limit": 1.0}},
+    "a/prompt": {"higher_is_better": True, "medians": {"eagleray": 30.0, "vllm": 20.0, "limit": 40.0}},
+    "a/memory": {"higher_is_better": False, "medians": {"eagleray": 5.0}},
+}
+
+
+def test_plotted_bars_are_shares_of_the_limit_and_factors_against_peers(load):
+    plot = load("plot_peers")
+    assert plot.shares(PLOTTED) == [
+        ("a/token", {"eagleray": 0.5, "vllm": 1 / 3, "llama.cpp": 1.0}),
+        ("a/prompt", {"eagleray": 0.75, "vllm": 0.5}),
+    ]
+    assert plot.factors(PLOTTED) == [("a/token", {"vllm": 1.5, "llama.cpp": 0.5}), ("a/prompt", {"vllm": 1.5})]
+
+
+def test_plot_draws_chosen_rows(load, tmp_path):
+    (tmp_path / "figures.json").write_text(json.dumps({"rows": PLOTTED}))
+    paths = {name: tmp_path / f"{name}.svg" for name in ("limits", "factors")}
+    options = [f"--{name}={path}" for name, path in paths.items()]
+    load("plot_peers").main([str(tmp_path / "figures.json"), "--rows", "*/token", *options])
+    for path in paths.values():
+        assert ">a/token<" in path.read_text()
+        assert ">a/prompt<" not in path.read_text()
