@@ -15,11 +15,11 @@ from typing import IO
 import msgspec
 from starlette.types import ASGIApp
 
-from eagleray.batch.app_calls import AppAnswer, post
 from eagleray.batch.output_file import OutputFile
 from eagleray.batch.rows import DUPLICATE, BatchRow, RowError, RowResponse, RowResult, custom_id_of, parse_row, row_id
 from eagleray.errors import InvalidRequest
 from eagleray.progress import Progress
+from eagleray.server.app_calls import AppAnswer, post
 
 RETRIED_STATUSES = {429, 503}
 MAX_ATTEMPTS = 5
