@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 
 from eagleray.messages.control import InstanceState
 from eagleray.messages.membership import EngineInfo
@@ -51,6 +52,10 @@ class Metrics:
         self._experts = ExpertText(model_name, expert_load)
         self.requests = RequestMetrics(families)
         self.recovery = RecoveryMetrics(families)
+
+    def families(self) -> list[Metric]:
+        """Return the metrics as the library's objects, without the load of each expert."""
+        return list(self._shown.collect())
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -27,11 +27,19 @@ if TYPE_CHECKING:
 __all__ = ["build_app", "build_app_from_args"]
 
 
-def build_app(model: str | None = None, *, deployment: Mapping[str, Any] | None = None, **options: Any) -> Application:
+def build_app(
+    model: str | None = None,
+    *,
+    deployment: Mapping[str, Any] | None = None,
+    adapters: str | Mapping[str, str] | None = None,
+    **options: Any,
+) -> Application:
     """Return an application for `ray.serve.run`, each replica of which is an instance of eagleray with its engines.
 
     `model` and `options` are those of `eagleray serve`, except the ones for its own sockets and processes.
-    `deployment`: options of `ray.serve.deployment`, such as `num_replicas`, over our defaults, see docs/ray_serve.md.
+    `deployment`: options of `ray.serve.deployment`, such as `num_replicas`, over our defaults. `adapters`: low-rank
+    adapters that replicas load when a request names them in the header `serve_multiplexed_model_id`: a directory that
+    has them as subdirectories, or their directories by name.
 
     Raises `ConfigError` for an option that cannot be used or if Ray Serve is missing, and `ClusterError` if the cluster
     cannot be joined or can never hold a replica.
@@ -43,27 +51,33 @@ def build_app(model: str | None = None, *, deployment: Mapping[str, Any] | None 
     resources = replica_resources(config, offered, actor_options=given.get("ray_actor_options", {}))
     if "placement_group_bundles" not in given:
         _check_room(resources)
+    from eagleray.serve.adapters import adapter_source
     from eagleray.serve.replica import ServeReplica
 
     made = serve.deployment(ServeReplica, **deployment_options(config, resources, given))
-    app: Application = made.bind(config)
+    app: Application = made.bind(config, adapter_source(adapters, config))
     return app
 
 
 def build_app_from_args(args: dict[str, Any]) -> Application:
     """Return the application that `args`, the keyword arguments of `build_app` as a mapping, describe.
 
-    This is the builder for `serve run`, for the `import_path` of config files, and for KubeRay. `deployment` may be a
-    JSON object.
+    This is the builder for `serve run`, for the `import_path` of config files, and for KubeRay. `deployment` and
+    `adapters` may be JSON objects.
     """
-    deployment = args.get("deployment")
-    if isinstance(deployment, str):
-        try:
-            deployment = json.loads(deployment)
-        except ValueError as error:
-            raise ConfigError(f"option `deployment`: expected a JSON object, but got {deployment!r}: {error}") from None
-    options = {name: value for name, value in args.items() if name not in ("model", "deployment")}
-    return build_app(args.get("model"), deployment=deployment, **options)
+    options = dict(args)
+    if isinstance(deployment := options.pop("deployment", None), str):
+        deployment = _json_object("deployment", deployment)
+    if isinstance(adapters := options.pop("adapters", None), str) and adapters.startswith("{"):
+        adapters = _json_object("adapters", adapters)
+    return build_app(options.pop("model", None), deployment=deployment, adapters=adapters, **options)
+
+
+def _json_object(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"option `{name}`: expected a JSON object, but got {text!r}: {error}") from None
 
 
 def _checked_deployment(serve: Any, given: Any) -> dict[str, Any]:

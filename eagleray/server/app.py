@@ -6,12 +6,13 @@ Owns nothing; driven by uvicorn, one call for each HTTP request.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eagleray.client.client import Client
 from eagleray.config.sections import Config
@@ -59,16 +60,22 @@ def create_app(client: Client, config: Config, ledger: Ledger, *, has_access_log
 
 
 def create_service_app(
-    service: Service, config: Config, *, has_access_log: bool = False, has_local_clients: bool = True
+    service: Service,
+    config: Config,
+    *,
+    has_access_log: bool = False,
+    has_local_clients: bool = True,
+    around_routes: Callable[[ASGIApp], ASGIApp] | None = None,
 ) -> RequestMiddleware:
     """Return the application around `service`. `has_local_clients`: whether clients whose connection comes from this
-    host may call control routes without a key; not so where that is the connection of a proxy."""
+    host may call control routes without a key; not so where that is the connection of a proxy. `around_routes`: puts
+    middleware around the routes, behind the check of keys, whose errors become answers like those of the routes."""
     endpoints = list_endpoints(service, config)
     # `methods=None`: an endpoint refuses other methods itself, so that the refusal looks like every other error.
     routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]
     router = Router(routes, redirect_slashes=False, default=_unknown_route)
     return RequestMiddleware(
-        router,
+        router if around_routes is None else around_routes(router),
         endpoints,
         config,
         service.metrics.requests,

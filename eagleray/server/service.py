@@ -10,6 +10,7 @@ import importlib.metadata
 import itertools
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -37,6 +38,9 @@ from eagleray.server.memory_return import MemoryReturn
 from eagleray.server.text_processor import TextProcessor
 
 T = TypeVar("T")
+
+chosen_adapter: ContextVar[str | None] = ContextVar("chosen_adapter", default=None)
+"""Name of the loaded adapter that something outside of the body, such as a header, has chosen for the request."""
 
 
 class Service:
@@ -158,7 +162,15 @@ class Service:
         state[IGNORED_FIELDS] = ", ".join(filter(None, (state.get(IGNORED_FIELDS), name)))
 
     def find_model(self, name: str | None) -> Adapter | None:
-        """Return the adapter of this name, None for a name of the model itself. Raises `UnknownModel` for any other."""
+        """Return the adapter of this name, None for a name of the model itself. Raises `UnknownModel` for any other,
+        and `InvalidRequest` if another adapter was chosen."""
+        if (chosen := chosen_adapter.get()) is not None:
+            if name not in (None, chosen, *self.model_names):
+                raise InvalidRequest(
+                    f"the request's header asks for {chosen!r}, but `model` is {name!r}: name the same, or drop one",
+                    param="model",
+                )
+            name = chosen
         if name is None or name in self.model_names:
             return None
         if (adapter := self.client.find_adapter(name)) is not None:

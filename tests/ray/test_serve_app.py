@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+from pathlib import Path
 
+import httpx
 import pytest
+import ray
+import ray_cluster
 from checkpoints import make_checkpoint
 from fleets import SECONDS, stream_tokens, tokens, wait_until_running, wait_until_whole
+from peft_adapters import adapted_logits, make_adapter
 from processes import children_of
+from ray.util.placement_group import placement_group_table
+from ray_cluster import ACC
 from serve_apps import deployed, engine_process, replica_pids
 from serving import wait_until_gone
 
@@ -42,3 +50,123 @@ def test_replica_killed_engine_resumes_the_stream_and_nothing_is_left(cluster, c
         assert http.post("/pause").status_code == 403, "a client of the proxy's host is not one of the replica's"
         there = [replica, *children_of(replica)]
     wait_until_gone(there, SECONDS)
+
+
+@pytest.mark.slow
+def test_replica_multiplexed_adapters_are_loaded_on_demand_and_unloaded(cluster, checkpoint, tmp_path):
+    paths = {}
+    for seed, name in enumerate(("one", "two")):
+        paths[name] = str(make_adapter(tmp_path / name, Path(checkpoint), seed=seed))
+    options = {"enable_lora": True, "max_loras": 1, "adapters": str(tmp_path), "api_key": ["key"], **OPTIONS}
+    with deployed(checkpoint, **options) as http:
+        http.headers["authorization"] = "Bearer key"
+
+        def answer(model: str, name: str | None = None, key: str = "key") -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}"} | (
+                {} if name is None else {"serve_multiplexed_model_id": name}
+            )
+            body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+            return http.post("/v1/completions", json=body, headers=headers)
+
+        def token_ids(model: str, name: str | None = None) -> list[int]:
+            response = answer(model, name)
+            assert response.status_code == 200, response.text
+            found: list[int] = response.json()["choices"][0]["token_ids"]
+            return found
+
+        def models() -> list[str]:
+            return [entry["id"] for entry in http.get("/v1/models").json()["data"]]
+
+        assert answer(checkpoint, "one", key="wrong").status_code == 401
+        assert models() == [checkpoint], "a request without a key loads nothing"
+        base, one = token_ids(checkpoint), token_ids("one", "one")
+        assert models() == [checkpoint, "one"]
+        for name, found in (("one", one), ("two", token_ids(checkpoint, "two"))):
+            logits = adapted_logits(Path(checkpoint), Path(paths[name]), [*PROMPT, *found])[len(PROMPT) - 1 : -1]
+            assert logits.argmax(dim=-1).tolist() == found
+            assert found != base
+        assert models() == [checkpoint, "two"], "there is room for one"
+        assert answer("two", "three").status_code == 404
+        assert answer("one", "two").status_code == 400
+        assert models() == [checkpoint, "two"], "an adapter that does not exist displaces none"
+        assert token_ids(checkpoint, checkpoint) == base
+        assert token_ids("one", "one") == one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2, "deployment": {"num_replicas": 2}},
+        {"data_parallel_size": 2, "data_parallel_backend": "ray"},
+        {"data_parallel_size": 2, "data_parallel_backend": "ray", "tensor_parallel_size": 2},
+    ],
+)
+def test_replica_workers_and_engines_are_in_its_placement_group(cluster, checkpoint, options):
+    """The whole cluster has one placement group for each replica."""
+    num_replicas = options.get("deployment", {}).get("num_replicas", 1)
+    num_workers = options.get("tensor_parallel_size", 1) * options.get("data_parallel_size", 1)
+    with deployed(checkpoint, ray_worker_resources=ACC, **OPTIONS, **options) as http:
+        assert len(tokens(http, PROMPT, max_tokens=20, temperature=0)) == 20
+        groups = [entry for entry in placement_group_table().values() if entry["state"] == "CREATED"]
+        assert [len(group["bundles"]) for group in groups] == [1 + num_workers] * num_replicas
+        assert {group["bundles"][0]["CPU"] for group in groups} == {1.0}
+        assert all(group["bundles"][1] == ACC for group in groups)
+        used = [name for name in ray_cluster.living_actors() if name["Name"].endswith("-pp0")]
+        assert len(used) == num_workers * num_replicas
+
+
+@pytest.mark.slow
+def test_replica_experts_are_divided_over_engines_on_several_nodes(cluster, tmp_path):
+    model = str(make_checkpoint(tmp_path, "qwen3_moe"))
+    dp = {"data_parallel_size": 2, "data_parallel_backend": "ray", "enable_expert_parallel": True}
+    group = {
+        "placement_group_bundles": [{"CPU": 1}, {"far": 1}, {"far": 1}],
+        "placement_group_strategy": "STRICT_SPREAD",
+    }
+    options = {**dp, "ray_worker_resources": {"far": 1.0}, "deployment": group, "dtype": "float32"}
+    with deployed(model, **options) as http:
+        assert len(wait_until_whole(http, 2)) == 2
+        expected = tokens(http, PROMPT, max_tokens=100, temperature=0)
+        events = stream_tokens(http, PROMPT, max_tokens=100, temperature=0)
+        got = next(events)
+        rank, _ = wait_until_running(http)
+        os.kill(ray_cluster.pid_of(actor_name(f"engine-{rank}")), signal.SIGKILL)
+        for event in events:
+            got += event
+        assert got == expected
+
+
+@pytest.mark.slow
+def test_replica_metrics_are_those_of_ray(cluster, checkpoint):
+    with deployed(checkpoint, route_prefix="/llm", **OPTIONS) as http:
+        tokens(http, PROMPT, max_tokens=20, temperature=0)
+        assert "eagleray:generation_tokens_total" in http.get("/metrics").text
+        ports = [node["MetricsExportPort"] for node in ray.nodes()]
+        pattern = re.compile(
+            r'^ray_eagleray_generation_tokens_total\{.*application="default".*engine="0".*\} 20\.0', re.M
+        )
+        found = ray_cluster.wait_until(lambda: any(pattern.search(scraped(port)) for port in ports), SECONDS)
+        assert found
+
+
+@pytest.mark.slow
+def test_replica_given_up_instance_fails_the_health_check_with_the_cause(cluster, checkpoint):
+    """Serve replaces the replica."""
+    with deployed(checkpoint, max_engine_restarts=0, deployment={"health_check_period_s": 0.2}, **OPTIONS) as http:
+        (replica,) = replica_pids()
+        os.kill(engine_process(replica), signal.SIGKILL)
+        assert ray_cluster.wait_until(lambda: replica not in replica_pids(), SECONDS)
+        assert ray_cluster.wait_until(lambda: http.get("/ready").status_code == 200, SECONDS)
+
+
+def actor_name(label: str) -> str:
+    (name,) = [entry["Name"] for entry in ray_cluster.living_actors() if entry["Name"].endswith(f"/{label}")]
+    return str(name)
+
+
+def scraped(port: int) -> str:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5, trust_env=False).text
+    except httpx.HTTPError:
+        return ""
