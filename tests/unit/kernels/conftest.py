@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Iterator
 
 import pytest
 import torch
+from emulated_library import ADVICE, COMPILER, EmulatedLibrary, build_runner, missing_tools
 
-from eagleray.kernels.cpu.build.library import compiled_library, native_library
+from eagleray.kernels.cpu.abi import abi
+from eagleray.kernels.cpu.build.library import build, compiled_library, native_library
+from eagleray.kernels.cpu.build.sources import SOURCE_DIRECTORY
 from eagleray.kernels.cpu.build.variants import VARIANTS, Variant, best_variant
+
+MACHINE = platform.machine()
+
+
+def variant_parameter(variant: Variant) -> object:
+    is_emulated = variant.architecture == "aarch64" != MACHINE
+    return pytest.param(variant, id=variant.name, marks=[pytest.mark.aarch64] if is_emulated else [])
 
 
 @pytest.fixture(scope="module")
@@ -18,18 +29,28 @@ def library() -> ctypes.CDLL:
     return native_library()
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
-def other_library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """The kernels for a processor with fewer instructions. All modules use the same library, compiled once and kept."""
-    return variant_library(request.param)
+@pytest.fixture(scope="module", params=map(variant_parameter, VARIANTS))
+def other_library(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ctypes.CDLL | EmulatedLibrary]:
+    """The kernels for another processor than this one. All modules use the same library, compiled once and kept.
 
-
-def variant_library(variant: Variant) -> ctypes.CDLL:
-    """Return the kernels of a variant. Skip the test if this processor cannot run them, and for the best one, because
-    the kernels that are compiled for this processor have the same instructions."""
-    machine, capabilities = platform.machine(), torch.cpu.get_capabilities()
-    if variant.architecture != machine or variant.lacking(capabilities):
+    The test is skipped if this processor cannot run them, unless they are for aarch64 and can be emulated, and for the
+    best variant, because the kernels that are compiled for this processor have the same instructions.
+    """
+    variant, capabilities = request.param, torch.cpu.get_capabilities()
+    if variant.architecture == "aarch64" != MACHINE:
+        if missing := missing_tools():
+            pytest.skip(f"lacks {' and '.join(missing)}: {ADVICE}")
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("CXX", COMPILER)
+            path = build(sorted(SOURCE_DIRECTORY.glob("*.cpp")), target=variant.flags)
+        library = EmulatedLibrary(build_runner(tmp_path_factory.mktemp("runner")), path, len(abi.fingerprint))
+        yield abi.declare(library)
+        library.close()
+        return
+    if variant.architecture != MACHINE or variant.lacking(capabilities):
         pytest.skip(f"this processor does not run {variant.name}")
-    if variant == best_variant(machine, capabilities):
+    if variant == best_variant(MACHINE, capabilities):
         pytest.skip(f"{variant.name} has the instructions of this processor")
-    return compiled_library(variant)
+    yield compiled_library(variant)

@@ -1,7 +1,8 @@
 // The basis of all kernels: number formats, vectors of 16 lanes, and the team of threads that runs a program.
 //
 // Vectors are GCC's, so that one source serves every processor: a vector is one register with AVX-512, two with AVX2,
-// and several otherwise. Only the product of bfloat16 pairs uses an instruction of its own, on processors that have it.
+// and several otherwise. Only bfloat16 pairs are multiplied, and rounded to, by instructions of their own, on processors
+// that have them.
 //
 // Batch invariance: every number that belongs to one token is computed by the same operations in the same order,
 // however many tokens are computed together and however many threads there are. Therefore a request's result does not
@@ -16,6 +17,9 @@
 
 #ifdef __AVX512F__
 #include <immintrin.h>
+#endif
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#include <arm_neon.h>
 #endif
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -89,6 +93,12 @@ inline void store(Bf16* to, Floats x) {
 #ifdef __AVX512BF16__
   __m256bh halves = _mm512_cvtneps_pbh((__m512)x);  // rounds to nearest even; flushes denormal numbers
   std::memcpy(to, &halves, sizeof halves);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  float32x4_t parts[4];
+  std::memcpy(parts, &x, sizeof x);
+  bfloat16x8_t halves[] = {vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(parts[0]), parts[1]),
+                           vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(parts[2]), parts[3])};  // round to nearest even
+  std::memcpy(to, halves, sizeof halves);
 #else
   Words words;
   std::memcpy(&words, &x, sizeof words);
@@ -204,6 +214,13 @@ inline Floats dot(Floats total, Pairs<float> a, Pairs<float> b) { return total +
 inline Floats dot(Floats total, Pairs<Bf16> a, Pairs<Bf16> b) {
 #ifdef __AVX512BF16__
   return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a.words, (__m512bh)b.words);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  float32x4_t totals[4];
+  bfloat16x8_t as[4], bs[4];
+  std::memcpy(totals, &total, 64), std::memcpy(as, &a.words, 64), std::memcpy(bs, &b.words, 64);
+  for (int part = 0; part < 4; part++) totals[part] = vbfdotq_f32(totals[part], as[part], bs[part]);
+  std::memcpy(&total, totals, 64);
+  return total;
 #else
   Words a_low = a.words << 16, a_high = a.words & 0xffff0000u, b_low = b.words << 16, b_high = b.words & 0xffff0000u;
   Floats al, ah, bl, bh;

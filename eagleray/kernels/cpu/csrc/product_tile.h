@@ -42,6 +42,8 @@ inline Sums add_products(Sums total, Sums a, Sums b) { return total + a * b; }
 inline Sums add_products(Sums total, Bits a, Bits b) {
 #ifdef __AVX512BF16__
   return (Sums)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return vbfdotq_f32(total, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
   Bits high = Bits{} + 0xffff0000u;
   return total + (Sums)(a & high) * (Sums)(b & high) + (Sums)(a << 16) * (Sums)(b << 16);
