@@ -7,14 +7,13 @@ import builtins
 import importlib
 import json
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
 from eagleray.errors import ConfigError, InvalidRequest
-from eagleray.serve import llm_server
 from eagleray.serve.llm_options import llm_deployment_options, llm_server_config
 
 GPUS = [{"CPU": 8.0, "GPU": 4.0}]
@@ -134,16 +133,19 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await response(scope, receive, send)
 
 
-class UndeployedServer(llm_server.EagleRayServer):
-    def __del__(self) -> None:  # type: ignore[override]
-        """Do nothing: only Serve awaits the coroutine."""
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> llm_server.EagleRayServer:
-    monkeypatch.setattr(llm_server, "_model", lambda kind: lambda **fields: (kind, fields))
+def server(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a server whose application is `app`, and whose answers are tuples instead of objects of Ray's types."""
+    monkeypatch.setitem(sys.modules, "ray.serve.llm", ModuleType("ray.serve.llm"))
+    llm = importlib.import_module("eagleray.serve.llm")
+    monkeypatch.setattr(llm, "_model", lambda kind: lambda **fields: (kind, fields))
+
+    class UndeployedServer(llm.EagleRayServer):  # type: ignore[misc, name-defined]
+        def __del__(self) -> None:
+            """Do nothing: only Serve awaits the coroutine."""
+
     made = UndeployedServer.__new__(UndeployedServer)
-    made._served = SimpleNamespace(app=app)  # type: ignore[assignment]
+    made._served = SimpleNamespace(app=app)
     return made
 
 
