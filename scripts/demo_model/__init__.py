@@ -1,0 +1,1 @@
+"""Parts of the scripts that train and evaluate the embedded model (`eagleray/demo_model`)."""
