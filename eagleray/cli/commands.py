@@ -20,6 +20,7 @@ COMMANDS = {
     "run-batch": "answer a file of requests, without a server",
     "chat": "talk to a model of a running server",
     "complete": "complete texts with a model of a running server",
+    "top": "show a running server live in the terminal",
     "bench": "measure a server, a model or a part",
     "completion": "print a script that completes eagleray's commands and options in a shell",
     "collect-env": "print versions, processor, memory and kernels of this machine",
@@ -36,6 +37,9 @@ COMMAND_MEANINGS = {
     "completion": "complete",
     "talk": "chat",
     "benchmark": "bench",
+    "monitor": "top",
+    "dashboard": "top",
+    "status": "top",
     "collect_env": "collect-env",
     "env": "collect-env",
 }

@@ -69,11 +69,12 @@ class Remote:
         except OSError as error:
             raise Unavailable(f"no server answers at {self.url}: {error}") from None
         if response.status != 200:
-            raise UserError(f"the server refused ({response.status}): {_message(response.read())}")
+            raise UserError(f"the server refused ({response.status}): {error_message(response.read())}")
         return response
 
 
-def _message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
+    """Return the message of an error's body, or the beginning of a body that is in another form."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

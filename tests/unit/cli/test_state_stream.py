@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import http.server
+import os
+import pty
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from typing import ClassVar
+
+import msgspec
+import pytest
+from test_top_view import STATE
+
+from eagleray.cli.state_stream import StateStream
+from eagleray.cli.top import run
+from eagleray.errors import Unavailable, UserError
+
+EVENT = b"data: " + msgspec.json.encode(STATE) + b"\n\n"
+END = b"data: [DONE]\n\n"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    status: ClassVar[int] = 200
+    kind: ClassVar[str] = "text/event-stream"
+    body: ClassVar[bytes] = EVENT + END
+    stays: ClassVar[threading.Event | None] = None
+    """Keeps the answer open until it is set."""
+    requests: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_GET(self) -> None:
+        self.requests.append((self.path, self.headers["Authorization"]))
+        self.send_response(self.status)
+        self.send_header("Content-Type", self.kind)
+        self.end_headers()
+        self.wfile.write(self.body)
+        self.wfile.flush()
+        if self.stays is not None:
+            self.stays.wait(60)
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+@contextlib.contextmanager
+def server(**answer: object) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
+    """Run a server with this answer. Yields its URL and the requests that it gets."""
+    handler = type("ThisHandler", (Handler,), {"requests": [], **answer})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        running.daemon_threads = True
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}", handler.requests
+        running.shutdown()
+        thread.join()
+
+
+def stream(url: str, key: str | None = None) -> StateStream:
+    return StateStream(argparse.Namespace(url=url, api_key=key))
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch):
+    for name in ("EAGLERAY_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(("suffix", "path"), [("", "/dashboard/state"), ("/llm/v1/", "/llm/dashboard/state")])
+def test_state_stream_reads_states_with_the_key(suffix, path):
+    with server(body=EVENT * 3 + END) as (url, requests):
+        assert list(stream(url + suffix, "secret")) == [STATE] * 3
+    assert requests == [(path, "Bearer secret")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        ({"status": 401}, UserError, "needs an API key"),
+        ({"status": 404}, UserError, "no eagleray server"),
+        ({"status": 503, "body": b'{"error": {"message": "16 pages"}}'}, Unavailable, "16 pages"),
+        ({"status": 500, "body": b"oops"}, UserError, r"refused \(500\): oops"),
+        ({"kind": "text/html", "body": b"<h1>hello</h1>"}, UserError, "no eagleray server"),
+        ({"body": b'data: {"other": 1}\n\n'}, UserError, "no eagleray server"),
+    ],
+)
+def test_state_stream_error_says_what_is_wrong(answer, error, message):
+    with server(**answer) as (url, _), pytest.raises(error, match=message):
+        list(stream(url))
+
+
+def test_state_stream_no_server_is_unavailable():
+    with server() as (url, _):
+        pass
+    with pytest.raises(Unavailable, match="no server answers at http"):
+        list(stream(url))
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://"])
+def test_state_stream_invalid_url_is_refused(url):
+    with pytest.raises(UserError, match="expected http://HOST:PORT"):
+        stream(url)
+
+
+def test_top_into_a_pipe_prints_one_snapshot(capsys):
+    newer = msgspec.structs.replace(STATE, model="newer", experts=None)
+    with server(body=EVENT + b"data: " + msgspec.json.encode(newer) + b"\n\n", stays=threading.Event()) as (url, _):
+        run(argparse.Namespace(url=url, api_key=None))
+    text = capsys.readouterr().out
+    assert text.startswith("eagleray newer ")
+    assert "EXPERTS BY LAYER" in text
+    assert "\x1b" not in text
+
+
+def test_top_without_rich_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'pip install "eagleray\[top\]"'):
+        run(argparse.Namespace(url="http://localhost", api_key=None))
+
+
+@pytest.mark.parametrize("key", [b"q", b"\x03"])
+def test_top_in_a_terminal_ends_with_a_key(key):
+    leader, follower = pty.openpty()
+    with server(stays=threading.Event()) as (url, _):
+        command = [sys.executable, "-m", "eagleray.cli.main", "top", "--url", url]
+        process = subprocess.Popen(
+            command,
+            stdin=follower,
+            stdout=follower,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+        )
+        os.close(follower)
+        shown = b""
+        while b"engine-0" not in shown:
+            shown += os.read(leader, 65536)
+        os.write(leader, key)
+        with contextlib.suppress(OSError):  # the terminal is closed
+            while data := os.read(leader, 65536):
+                shown += data
+        _, errors = process.communicate(timeout=30)
+    os.close(leader)
+    assert (process.returncode, errors) == (0, b"")
+    assert shown.count(b"\x1b[?1049h") == shown.count(b"\x1b[?1049l") == 1
