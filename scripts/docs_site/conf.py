@@ -11,7 +11,7 @@ import eagleray
 
 project = "eagleray"
 version = release = eagleray.__version__
-extensions = ["myst_parser", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx_copybutton", "docs_site.option_links"]
 include_patterns = ["**.md"]
 default_role = "code"
 highlight_language = "text"
@@ -22,6 +22,8 @@ myst_heading_anchors = 5
 
 html_theme = "furo"
 html_title = f"eagleray {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options: dict[str, Any] = {"top_of_page_buttons": []}

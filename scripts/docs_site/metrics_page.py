@@ -26,8 +26,7 @@ HEAD = """# Metrics
 
 `/metrics` of any API server returns the totals of all of them, in Prometheus' text format. A counter's series ends in
 `_total`; a histogram has the series `_bucket`, `_sum` and `_count`. With `--enable-vllm-metrics` the metrics that are
-marked in the last column are also shown as `vllm:…`, with the same labels. `deploy/grafana/eagleray.json` is a
-dashboard for Grafana.
+marked so are also shown as `vllm:…`, with the same labels. `deploy/grafana/eagleray.json` is a dashboard for Grafana.
 
 """
 
@@ -39,16 +38,17 @@ def page() -> str:
     families = list(read_families())
     theirs = {family.name.removeprefix(VLLM_PREFIX) for family in families if family.name.startswith(VLLM_PREFIX)}
     rows = [
-        (
-            f"{code(_series_name(family))}<br>{family.type}",
-            ", ".join(code(label) for label in labels_of(family)),
-            plain(family.documentation),
-            "yes" if family.name.removeprefix(OUR_PREFIX) in theirs else "",
-        )
+        (code(_series_name(family)), _meaning(family, is_shared=family.name.removeprefix(OUR_PREFIX) in theirs))
         for family in families
         if not family.name.startswith(VLLM_PREFIX)
     ]
-    return HEAD + table(("metric", "labels", "meaning", "`vllm:`"), rows)
+    return HEAD + table(("metric", "meaning"), rows)
+
+
+def _meaning(family: Metric, *, is_shared: bool) -> str:
+    labels = ", ".join(code(label) for label in labels_of(family))
+    facts = [f"{family.type} by {labels}", *(["also `vllm:`"] if is_shared else [])]
+    return f"{plain(family.documentation)}<br>{'; '.join(facts)}"
 
 
 def read_families() -> Iterable[Metric]:

@@ -19,14 +19,13 @@ ROOT = Path(__file__).parents[2]
 SERVER = re.compile(r"\b(?:localhost|127\.0\.0\.1):8000\b")
 SECONDS = 120.0
 WRAPPER = """#!/bin/sh
-command=$1
-shift
-case $command in
-chat | complete) set -- --url {url} "$@" ;;
+case "$1 $2" in
+chat\\ * | complete\\ *) command=$1; shift; set -- "$command" --url {url}/v1 "$@" ;;
+bench\\ serve) shift 2; set -- bench serve --base-url {url} "$@" ;;
 esac
-exec {python} -m eagleray.cli.main $command "$@"
+exec {python} -m eagleray.cli.main "$@"
 """
-"""Program `eagleray` whose chats and completions go to the server of the test."""
+"""Program `eagleray` whose requests go to the server of the test."""
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOUND = [
     block
@@ -55,7 +54,7 @@ def environment(server, tmp_path):
     """Variables for a process that finds `eagleray`, with an own directory of files."""
     program = tmp_path / "bin/eagleray"
     program.parent.mkdir()
-    program.write_text(WRAPPER.format(url=server.url, python=shlex.quote(sys.executable)))
+    program.write_text(WRAPPER.format(url=server.url.removesuffix("/v1"), python=shlex.quote(sys.executable)))
     program.chmod(0o755)
     folders = (str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"])
     return {**os.environ, "PATH": os.pathsep.join(folders)}
