@@ -59,7 +59,10 @@ def start():
         ranks.close()
 
 
-@pytest.mark.parametrize("nodes", [None, "abcd"], ids=["one node", "four nodes"])
+# On one node: as the workers of `tests/e2e/test_executors_agree.py`.
+@pytest.mark.parametrize(
+    "nodes", [pytest.param(None, marks=pytest.mark.grid, id="one node"), pytest.param("abcd", id="four nodes")]
+)
 def test_groups_pipeline_of_tensor_parallel_stages_computes(start, nodes):
     ranks = start(topology(tp=2, pp=2, nodes=nodes))
     ranks.send(ranks.receive_all())
