@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
@@ -19,6 +19,9 @@ COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITI
 """Escape sequences before lines of these levels: yellow, red and bold red."""
 
 PLAIN = "\x1b[0m"
+
+ERASE_REST = "\x1b[K"
+"""Escape sequence that erases the line from the cursor on."""
 
 STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 """Attributes of a record that are not given by `extra`."""
@@ -103,21 +106,23 @@ def _handler(label: str, settings: LogSettings) -> logging.Handler:
     if settings.format == "json":
         handler.setFormatter(JsonFormatter(label, settings.instance))
     else:
-        handler.setFormatter(LineFormatter(label, has_colours=has_colours(sys.stderr)))
+        handler.setFormatter(LineFormatter(label, has_colours=has_colours(sys.stderr), erases=has_escapes(sys.stderr)))
     return handler
 
 
 class LineFormatter(logging.Formatter):
-    """Formatter of the lines of the process `label`."""
+    """Formatter of the lines of the process `label`. `erases`: whether a line replaces the bar at the cursor, which may
+    be another process's."""
 
-    def __init__(self, label: str, *, has_colours: bool) -> None:
+    def __init__(self, label: str, *, has_colours: bool, erases: bool = False) -> None:
         super().__init__(f"%(asctime)s %(levelname)-7s {label:<10} %(message)s", "%H:%M:%S")
         self._colours = COLOURS if has_colours else {}
+        self._start = ERASE_REST if erases else ""
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
         colour = self._colours.get(record.levelno)
-        return line if colour is None else f"{colour}{line}{PLAIN}"
+        return self._start + (line if colour is None else f"{colour}{line}{PLAIN}")
 
 
 class JsonFormatter(logging.Formatter):
@@ -160,6 +165,17 @@ def has_bars() -> bool:
     return sys.stderr.isatty() and not _writes_json()
 
 
+class BarStream:
+    """Standard error for a bar of tqdm. The cursor waits at the beginning of the bar: the next line of any process
+    begins there instead of behind the bar."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text if text.endswith("\n") else f"{text}\r")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
 def _writes_json() -> bool:
     return any(
         isinstance(handler, logging.StreamHandler)
@@ -171,4 +187,9 @@ def _writes_json() -> bool:
 
 def has_colours(stream: TextIO) -> bool:
     """Return whether lines on `stream` may have colours: it is a terminal that has them, and NO_COLOR is not set."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return has_escapes(stream) and not os.environ.get("NO_COLOR")
+
+
+def has_escapes(stream: TextIO) -> bool:
+    """Return whether `stream` is a terminal that follows escape sequences."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from eagleray.client.preprocess import Prompt
 from eagleray.client.text.tokenizer import Tokenizer
-from eagleray.errors import InvalidRequest
+from eagleray.errors import InvalidRequest, UserError
+from eagleray.row_errors import name_row
 
 
 class TextPrompt(TypedDict):
@@ -93,12 +94,15 @@ def chat_prompts(
     """Render one conversation or several with the model's chat template."""
     conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
     prompts: list[PromptLike] = []
-    for conversation in conversations:
-        text = tokenizer.apply_chat_template(
-            conversation,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+    for index, conversation in enumerate(conversations):
+        try:
+            text = tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+        except UserError as error:
+            raise name_row(error, index, is_one_of_several=len(conversations) > 1) from None
         prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
     return prompts

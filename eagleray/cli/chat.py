@@ -9,7 +9,7 @@ import time
 
 from eagleray.cli.chat_history import ChatHistory
 from eagleray.cli.remote import Remote, add_remote_flags
-from eagleray.cli.terminal import read_lines
+from eagleray.cli.terminal import TypedLines
 from eagleray.errors import EagleRayError
 
 
@@ -28,18 +28,21 @@ def run(arguments: argparse.Namespace) -> None:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         print(f"{remote.model} at {remote.url}. Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands.")
-    for line in read_lines("> "):
+    lines = TypedLines("> ")
+    for line in lines:
         notice = history.read(line)
         if notice is not None:
             print(notice)
         elif is_terminal:
-            _answer_or_explain(remote, history)
+            lines.was_interrupted = _answer_or_explain(remote, history)
         else:
             _answer(remote, history)
 
 
-def _answer_or_explain(remote: Remote, history: ChatHistory) -> None:
-    """Print an answer and its speed, or the error of a request that fails. Ctrl-C stops the answer, not the chat."""
+def _answer_or_explain(remote: Remote, history: ChatHistory) -> bool:
+    """Print an answer and its speed, or the error of a request that fails. Ctrl-C stops the answer, not the chat.
+
+    Returns whether the answer was stopped."""
     start = time.monotonic()
     try:
         num_tokens = _answer(remote, history)
@@ -47,9 +50,11 @@ def _answer_or_explain(remote: Remote, history: ChatHistory) -> None:
         print(f"[{num_tokens} tokens, {speed:.1f} tokens/s]", file=sys.stderr)
     except KeyboardInterrupt:
         print(" [stopped]")
+        return True
     except EagleRayError as error:
         history.forget_question()
         print(f"eagleray: {error}", file=sys.stderr)
+    return False
 
 
 def _answer(remote: Remote, history: ChatHistory) -> int:
@@ -66,6 +71,9 @@ def _answer(remote: Remote, history: ChatHistory) -> int:
                 num_parts += 1
     except KeyboardInterrupt:
         history.answer(answer)
+        raise
+    except EagleRayError:
+        print()  # the error begins a line
         raise
     print()
     history.answer(answer)

@@ -9,7 +9,7 @@ COMMAND_HELP = """\
 /system TEXT   let the conversation begin with this message from the system; without TEXT, with none
 /retry         answer the last message again
 /help          show this list
-Ctrl-C stops an answer, Ctrl-D ends."""
+Ctrl-C stops an answer, a second one ends, as Ctrl-D does."""
 
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 """A line that is a command, if a command has this name, or the whole line is one word."""

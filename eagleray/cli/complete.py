@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from eagleray.cli.remote import Remote, add_remote_flags
-from eagleray.cli.terminal import read_lines
+from eagleray.cli.terminal import TypedLines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     remote = Remote(arguments)
-    for line in [arguments.quick] if arguments.quick else read_lines("> "):
+    for line in [arguments.quick] if arguments.quick else TypedLines("> "):
         for choice in remote.stream("/completions", {"prompt": line}):
             print(choice["text"], end="", flush=True)
         print()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,7 +33,10 @@ class Remote:
             self._url = self._url._replace(path="/v1")
         self.url = self._url.geturl()
         key = client_key(arguments.api_key)
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        # Each request has a connection, which is closed with its response.
+        self._headers = {"Content-Type": "application/json", "Connection": "close"} | (
+            {"Authorization": f"Bearer {key}"} if key else {}
+        )
         self._fields = {
             name: value for name in ("max_tokens", "temperature") if (value := getattr(arguments, name)) is not None
         }
@@ -45,7 +48,7 @@ class Remote:
         """Yield the first choice of every event of a streamed answer. The server stops when the generator is closed."""
         self.num_tokens = 0
         with self._request("POST", route, self._fields | fields | {"stream": True}) as response:
-            for line in response:
+            for line in self._lines(response):
                 data = line.decode().strip().removeprefix("data:").strip()
                 if data and data != "[DONE]":
                     event = json.loads(data)
@@ -53,6 +56,12 @@ class Remote:
                         raise EagleRayError(event["error"]["message"])
                     self.num_tokens = (event.get("usage") or {}).get("completion_tokens", 0)
                     yield from event["choices"][:1]
+
+    def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        try:
+            yield from response
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"the answer of {self.url} broke off ({_reason(error)})") from None
 
     def _first_model(self) -> str:
         with self._request("GET", "/models") as response:
@@ -66,11 +75,19 @@ class Remote:
                 method, self._url.path.rstrip("/") + route, json.dumps(body) if body else None, self._headers
             )
             response = connection.getresponse()
-        except OSError as error:
-            raise Unavailable(f"no server answers at {self.url}: {error}") from None
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise Unavailable(
+                f"no server answers at {self.url} ({_reason(error)}): start one with `eagleray serve`, or name "
+                "another by --url"
+            ) from None
         if response.status != 200:
             raise UserError(f"the server refused ({response.status}): {error_message(response.read())}")
         return response
+
+
+def _reason(error: OSError | http.client.HTTPException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def error_message(body: bytes) -> str:

@@ -43,6 +43,8 @@ SECTIONS = (
 
 API_SERVER_BYTES = 2**20
 """Space in the instance's directory for the counters of an API server."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C during the start. A server that has served ends with 0."""
 SAME_SIGNAL_SECONDS = 0.2
 """Time in which another signal is part of the first one: `timeout` signals the process and then its whole group."""
 
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_flags(parser, sections=SECTIONS)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int:
     config = with_api_keys(server_config(arguments, sections=SECTIONS))
     open_files = raise_open_files_limit(needed=(config.serving.max_connections or 0) + SPARE_FILES)
     connection_limit(config.serving.max_connections, open_files=open_files)
@@ -61,15 +63,16 @@ def run(arguments: argparse.Namespace) -> None:
     if config.model.model is None:
         logger.info("no model was given: serving the embedded demo model, a toy of a few million parameters")
     with open_listener(config.serving) as listener:
-        asyncio.run(_serve(config, listener))
+        return asyncio.run(_serve(config, listener))
 
 
-async def _serve(config: Config, listener: socket.socket) -> None:
+async def _serve(config: Config, listener: socket.socket) -> int:
+    """Serve until a signal comes, and return the exit code. Raises the error of an instance that ends by itself."""
     start = time.monotonic()
     stop_signal = _next_signal(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     supervisor = await _open(config, stop_signal)
     if supervisor is None:
-        return
+        return _exit_code_of_start(stop_signal)
     grace = 0.0
     try:
         check_room(supervisor.runtime_dir, config.serving.api_server_count * API_SERVER_BYTES)
@@ -77,7 +80,7 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         supervisor.start_api_servers(listener.fileno())
         serving = asyncio.create_task(supervisor.serving.wait())
         await _first(serving, supervisor.failed, stop_signal)
-        if serving.done():
+        if has_served := serving.done():
             name, url = served_names(config.model)[0], api_url(listener, config.serving)
             logger.info("serving %s at %s after %.1f s", name, url, time.monotonic() - start)
             await _first(supervisor.failed, stop_signal)
@@ -85,13 +88,21 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         if supervisor.failed.done():
             grace = FLUSH_SECONDS
             await supervisor.failed
+        if not has_served:
+            return _exit_code_of_start(stop_signal)
         grace = config.serving.shutdown_timeout
         logger.info("stopping: running requests get %.0f s to finish; a second signal ends them", grace)
     finally:
         await _stop(supervisor, grace)
+    return 0
 
 
-async def _open(config: Config, stop_signal: asyncio.Future[None]) -> Supervisor | None:
+def _exit_code_of_start(stop_signal: asyncio.Future[signal.Signals]) -> int:
+    """Return the exit code for a signal that came before the instance served."""
+    return INTERRUPTED if stop_signal.result() is signal.SIGINT else 0
+
+
+async def _open(config: Config, stop_signal: asyncio.Future[signal.Signals]) -> Supervisor | None:
     """Open a supervisor, which may take long on a cluster. Returns None if a signal came meanwhile."""
     opening = asyncio.create_task(Supervisor.open(config))
     await _first(opening, stop_signal)
@@ -118,18 +129,18 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _next_signal(*numbers: signal.Signals, ignored_seconds: float = 0.0) -> asyncio.Future[None]:
-    """Return a future that is done when one of these signals arrives, after `ignored_seconds` in which they are
-    ignored. An ignored SIGHUP (nohup) stays ignored."""
+def _next_signal(*numbers: signal.Signals, ignored_seconds: float = 0.0) -> asyncio.Future[signal.Signals]:
+    """Return a future of the first of these signals that arrives, after `ignored_seconds` in which they are ignored. An
+    ignored SIGHUP (nohup) stays ignored."""
     loop = asyncio.get_running_loop()
-    stop: asyncio.Future[None] = loop.create_future()
+    stop: asyncio.Future[signal.Signals] = loop.create_future()
     begin = loop.time() + ignored_seconds
 
-    def on_signal() -> None:
+    def on_signal(number: signal.Signals) -> None:
         if loop.time() >= begin and not stop.done():
-            stop.set_result(None)
+            stop.set_result(number)
 
     for number in numbers:
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, on_signal)
+            loop.add_signal_handler(number, on_signal, number)
     return stop

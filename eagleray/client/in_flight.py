@@ -138,7 +138,8 @@ class InFlightRequests:
         """Send queued requests to an engine that has joined."""
         self._router.add_engine(engine, info)
         num_sent = self._dispatch_queued()
-        logger.info("%s has joined; requests sent from the queue: %d", engine.label, num_sent)
+        level = logging.INFO if num_sent else logging.DEBUG  # the supervisor logs once what every client notices
+        logger.log(level, "%s has joined; requests sent from the queue: %d", engine.label, num_sent)
 
     def on_engine_left(self, engine: EngineId, *, cause: str, will_restart: bool) -> None:
         """Move, queue or fail the requests of an engine that exited, maybe before it had joined."""

@@ -398,6 +398,8 @@ class Supervisor:
         replica = self._replica_of(member)
         if replica is not None and (seconds_away := replica.end_downtime()) is not None:
             logger.info("%s serves again after %.1f s", member.label, seconds_away)
+        elif info is not None:
+            logger.info("%s has joined", member.label)
         self._publisher.join(member, info)
         self._check_serving()
 

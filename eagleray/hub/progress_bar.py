@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from eagleray.errors import DeadlineExceeded
 from eagleray.hub.disk_space import format_size
-from eagleray.log import get_logger, has_bars
+from eagleray.log import BarStream, get_logger, has_bars
 
 logger = get_logger(__name__)
 
@@ -38,6 +38,7 @@ class DownloadProgress:
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
+            file=BarStream(),
             disable=not has_bars(),
         )
 

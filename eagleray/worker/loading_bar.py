@@ -6,6 +6,8 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
+from eagleray.log import BarStream
+
 
 class LoadingBar:
     """A bar that opens with the first weights: before them kernels may be compiled, which has a bar of its own."""
@@ -17,7 +19,14 @@ class LoadingBar:
     def show(self, done: int, total: int) -> None:
         """Show that `done` of `total` bytes are loaded."""
         if self._bar is None:
-            self._bar = tqdm(desc="loading weights", total=total, unit="B", unit_scale=True, disable=not self._is_shown)
+            self._bar = tqdm(
+                desc="loading weights",
+                total=total,
+                unit="B",
+                unit_scale=True,
+                file=BarStream(),
+                disable=not self._is_shown,
+            )
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:

@@ -78,6 +78,17 @@ def host_cache_bytes(*, free: int, step_bytes: int, num_workers: int) -> int:
     return available
 
 
+def check_cache_fits(num_bytes: int, *, total: int, num_workers: int) -> None:
+    """Raise `ConfigError` unless caches of `num_bytes` of each of `num_workers` workers fit into the `total` bytes of
+    their device."""
+    if num_bytes * num_workers > total:
+        workers = f" for each of {num_workers} workers" if num_workers > 1 else ""
+        raise ConfigError(
+            f"a cache of {_gib(num_bytes)}{workers} does not fit: the device has {_gib(total)}; lower "
+            "`kv_cache_memory` or `num_kv_blocks`"
+        )
+
+
 def wait_for_memory(
     wanted: int,
     read_free: Callable[[], int],

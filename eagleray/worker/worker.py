@@ -63,7 +63,7 @@ from eagleray.worker.adapters import write_adapter
 from eagleray.worker.downloads import downloads_of
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.logprobs import ScoreKind
-from eagleray.worker.memory import host_free_bytes
+from eagleray.worker.memory import check_cache_fits, host_free_bytes, total_bytes
 from eagleray.worker.pooler import Pooler
 from eagleray.worker.prefault import CachePrefaulter, prefault_chunks
 from eagleray.worker.runner import Runner, UnfinishedStep
@@ -241,9 +241,13 @@ class ServingWorker:
         self._reports_load = model.trace is not None and (loaded.mesh.tp_rank == 0 or model.has_sequence_shards)
         self._extension = loaded.extension
         self._broken: str | None = None  # cause why no step can be taken, until an expert group is joined
-        cache = KVCache.allocate(
-            model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.cache_dtype, device=model.device
+        shape = model.cache_shape(block_size)
+        check_cache_fits(
+            num_blocks * KVCache.bytes_per_block(shape, model.cache_dtype),
+            total=total_bytes(model.device),
+            num_workers=1 if self.is_on_gpu else loaded.setup.num_workers_on_host(),
         )
+        cache = KVCache.allocate(shape, num_blocks=num_blocks, dtype=model.cache_dtype, device=model.device)
         reported_kind = ScoreKind.of(config.model.logprobs_mode)
         sampler = sampler_of(model, num_rows, reported_kind)
         limits = loaded.limits(max_num_batched_tokens)

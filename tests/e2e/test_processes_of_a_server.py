@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from checkpoints import make_checkpoint
 from serving import END_SECONDS, READY_SECONDS, serve, wait_until_gone
 
-from eagleray.cli.serve import SAME_SIGNAL_SECONDS
+from eagleray.cli.serve import INTERRUPTED, SAME_SIGNAL_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +174,18 @@ def test_serve_second_signal_exits_at_once(checkpoint):
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
         server.wait()
+
+
+def test_serve_interrupted_start_is_quiet_and_leaves_nothing(checkpoint):
+    """Ctrl-C in a terminal signals the whole group of processes."""
+    command = [sys.executable, "-m", "eagleray.cli.main", "serve", checkpoint, "--port", "0", "--log-level", "debug"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        found = next(filter(None, (re.search(r"engine-0 is process (\d+)", line) for line in process.stderr)))
+        os.killpg(process.pid, signal.SIGINT)
+        log = process.stderr.read()
+        assert process.wait(END_SECONDS) == INTERRUPTED
+    assert "Traceback" not in log
+    wait_until_gone([int(found[1])], END_SECONDS)
 
 
 def test_serve_drain_timeout_aborts_running_requests(checkpoint):

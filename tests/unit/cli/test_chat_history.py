@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from eagleray.cli import chat
 from eagleray.cli.chat_history import COMMAND_HELP, COMMANDS, ChatHistory
 from eagleray.cli.remote import Remote
-from eagleray.errors import EagleRayError, UserError
+from eagleray.cli.terminal import TypedLines
+from eagleray.errors import EagleRayError, Unavailable, UserError
 
 
 def roles(history: ChatHistory) -> str:
@@ -77,6 +80,64 @@ def test_remote_url_that_is_none_is_refused():
         Remote(argparse.Namespace(url="host:8000", api_key=None))
 
 
+def serve_once(listener: socket.socket, reply: bytes) -> None:
+    """Accept one connection, read a request and close after `reply`."""
+    connection, _ = listener.accept()
+    with connection:
+        while not connection.recv(65536).endswith(b"}"):
+            pass
+        connection.sendall(reply)
+
+
+CUT_OFF = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\nfff\r\ndata: {"
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", r"no server answers at http://127.0.0.1:\d+/v1 \(SSH-2.0-OpenSSH"),
+        (CUT_OFF, r"the answer of http\S+ broke off"),
+    ],
+)
+def test_remote_stream_of_no_server_or_cut_off_is_unavailable(reply, message):
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(serve_once, listener, reply)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        arguments = argparse.Namespace(url=url, api_key=None, max_tokens=3, temperature=None, model_name="m")
+        with pytest.raises(Unavailable, match=message):
+            list(Remote(arguments).stream("/completions", {}))
+        done.result()
+
+
+def typed(monkeypatch, *inputs: str | type[BaseException]) -> TypedLines:
+    """Return the lines of a person who types these, or Ctrl-C or Ctrl-D."""
+    remaining = iter(inputs)
+
+    def read(prompt: str) -> str:
+        one = next(remaining)
+        if isinstance(one, str):
+            return one
+        raise one
+
+    monkeypatch.setattr("builtins.input", read)
+    return TypedLines("> ")
+
+
+def test_typed_lines_end_at_the_second_of_two_interrupts(monkeypatch, capsys):
+    lines = iter(typed(monkeypatch, KeyboardInterrupt, "hello", "", KeyboardInterrupt, KeyboardInterrupt))
+    assert next(lines) == "hello"
+    with pytest.raises(KeyboardInterrupt):
+        next(lines)
+    assert capsys.readouterr().out.count("Ctrl-C again or Ctrl-D ends") == 2
+
+
+def test_typed_lines_end_at_an_interrupt_after_a_stopped_answer(monkeypatch):
+    lines = typed(monkeypatch, "hello", KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in lines:
+            lines.was_interrupted = True
+
+
 class FakeRemote:
     """A server whose answer is a few parts, and then an end of some kind."""
 
@@ -101,13 +162,13 @@ class FakeRemote:
     [
         (None, "u:x a:one two", "one two\n"),
         (KeyboardInterrupt(), "u:x a:one two", "one two [stopped]\n"),
-        (EagleRayError("the engine is gone"), "", "one two"),
+        (EagleRayError("the engine is gone"), "", "one two\n"),
     ],
 )
 def test_chat_answer_that_ends_is_kept_unless_it_failed(end, messages, printed, capsys):
     history, remote = ChatHistory(), FakeRemote(end)
     history.ask("x")
-    chat._answer_or_explain(remote, history)
+    assert chat._answer_or_explain(remote, history) == isinstance(end, KeyboardInterrupt)
     assert (roles(history), remote.is_closed) == (messages, True)
     shown = capsys.readouterr()
     assert shown.out == printed

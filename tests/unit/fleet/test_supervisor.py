@@ -35,7 +35,8 @@ def short_delays(monkeypatch):
 
 
 @in_loop
-async def test_supervisor_start_members_receive_each_others_joined():
+async def test_supervisor_start_members_receive_each_others_joined(caplog):
+    caplog.set_level("INFO", logger="eagleray")
     async with fleet(data_parallel_size=2, api_server_count=1) as it:
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(3)]}
         assert set(processes) == {*ENGINES[:2], API_SERVER}
@@ -54,6 +55,10 @@ async def test_supervisor_start_members_receive_each_others_joined():
         assert await client.receive() == Joined(ENGINES[1], second.inbox.address, INFO)
         await it.supervisor.serving.wait()
         assert it.supervisor.engines == set(ENGINES[:2])
+        assert [message for message in caplog.messages if "joined" in message] == [
+            "engine-0 has joined",
+            "engine-1 has joined",
+        ]
 
 
 @in_loop

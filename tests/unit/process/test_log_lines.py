@@ -11,8 +11,11 @@ import sys
 from datetime import UTC, datetime
 
 import pytest
+from tqdm import tqdm
 
 from eagleray.log import (
+    ERASE_REST,
+    BarStream,
     LineFormatter,
     LogSettings,
     has_bars,
@@ -44,6 +47,22 @@ def test_line_formatter_levels_look_different_with_colours():
 def test_line_formatter_without_colours_is_plain():
     for level in (logging.INFO, logging.ERROR):
         assert line(level, colours=False).split()[1:] == [logging.getLevelName(level), "engine-0", "5", "of", "7"]
+
+
+def test_line_formatter_line_on_a_terminal_replaces_a_bar(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(os, "environ", {"TERM": "xterm", "NO_COLOR": "1"})
+    setup_logging("engine-0", LogSettings())
+    bar = tqdm(total=2, desc="compiling kernels", file=BarStream(), disable=not has_bars())
+    bar.update()
+    logging.getLogger("eagleray.x").info("joined")
+    bar.close()
+    before, after = stream.getvalue().split("joined")
+    *_, bar_text, log_line = before.split("\r")
+    assert bar_text.startswith("compiling kernels:")
+    assert log_line.startswith(ERASE_REST)
+    assert after.endswith("\n")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from eagleray.errors import ConfigError
-from eagleray.worker.memory import gpu_cache_bytes, host_cache_bytes, wait_for_memory, wait_for_weights
+from eagleray.worker.memory import (
+    check_cache_fits,
+    gpu_cache_bytes,
+    host_cache_bytes,
+    wait_for_memory,
+    wait_for_weights,
+)
 from eagleray.worker.timeouts import MEMORY_POLL_SECONDS, MEMORY_SETTLE_SECONDS, MEMORY_TIMEOUT_SECONDS
 
 GIB = 2**30
@@ -58,6 +64,13 @@ def test_host_cache_takes_half_of_what_a_workers_steps_leave():
 def test_host_cache_without_memory_is_an_error_with_numbers_and_options():
     with pytest.raises(ConfigError, match=r"up to 3\.0 GiB, and 5\.0 GiB are free .*for 2 workers.*`max_num_batched"):
         host_cache_bytes(free=5 * GIB, step_bytes=3 * GIB, num_workers=2)
+
+
+def test_check_cache_fits_larger_than_the_device_is_an_error_with_options():
+    check_cache_fits(8 * GIB, total=16 * GIB, num_workers=2)
+    message = r"cache of 9\.0 GiB for each of 2 workers does not fit: .* has 16\.0 GiB; lower `kv_cache_memory` or"
+    with pytest.raises(ConfigError, match=message):
+        check_cache_fits(9 * GIB, total=16 * GIB, num_workers=2)
 
 
 def test_wait_for_memory_that_is_free_does_not_wait(caplog):
