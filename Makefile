@@ -13,13 +13,13 @@ GPU_JSON   ?= gpu.json
 # and each would compile the package again, which is a fifth of the processor time of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat docs docs-commands check-deploy keywords lint lint-types lint-rules clean
+.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat docs docs-commands examples check-deploy keywords lint lint-types lint-rules clean
 
 serve: $(READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
 test: lint  ## Everything that must hold before a change lands.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts and not documents and not deploy"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts and not documents and not deploy and not examples"
 
 quick: $(READY)  ## Unit tests alone, in less than two minutes.
 	$(BIN)/python -m pytest -n 2 -m "not slow and not grid" tests/unit
@@ -28,7 +28,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 test-all: $(READY)  ## The whole grid: every executor with every parallelism.
-	$(BIN)/python -m pytest -m "not hosts and not deploy"
+	$(BIN)/python -m pytest -m "not hosts and not deploy and not examples"
 
 test-hosts: $(READY)  ## Several hosts, each a network namespace with a Ray node of its own; needs root.
 	$(BIN)/python -m pytest -m hosts
@@ -53,6 +53,9 @@ docs: $(DOCS_READY)  ## The documentation as a site, in site/: open site/index.h
 
 docs-commands: $(READY)  ## Commands of documents that are marked `run`, against servers of the embedded model.
 	$(BIN)/python -m pytest -m documents tests/e2e
+
+examples: $(READY)  ## Every example as its page says (ARGS="-k rl" for some).
+	$(BIN)/python -m pytest -m examples tests/examples $(ARGS)
 
 check-deploy: $(DEPLOY_READY)  ## Images, manifests and the source distribution: linters and published schemas.
 	$(BIN)/python -m pytest -m deploy tests/deploy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
 import signal
@@ -17,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+import numpy as np
 from torch import Tensor
 
 from eagleray.weights import SharedMemorySender
@@ -36,7 +39,10 @@ class Rollout:
     token_ids: list[int]
     logprobs: list[float]
     versions: list[str]
-    """Versions of the weights that made the tokens, in their order."""
+    """Version of the weights that made each token."""
+    experts: np.ndarray | None = None
+    """Experts that computed each token of prompt and completion but the last: [tokens - 1, MoE layers, experts of a
+    token], if the instance returns them."""
 
 
 class Instance:
@@ -148,5 +154,6 @@ def _rollout(prompt: list[int], choice: dict[str, Any]) -> Rollout:
         prompt=prompt,
         token_ids=choice["token_ids"],
         logprobs=[position["logprob"] for position in choice["logprobs"]["content"]],
-        versions=[span["version"] for span in choice["weight_versions"]],
+        versions=[span["version"] for span in choice["weight_versions"] for _ in range(span["start"], span["end"])],
+        experts=np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))) if "routed_experts" in choice else None,
     )

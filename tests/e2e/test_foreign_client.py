@@ -30,7 +30,7 @@ from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "wire.md").read_text()
-CLIENT = ROOT / "tests" / "foreign" / "client.mjs"
+CLIENT = ROOT / "examples" / "foreign_client" / "client.mjs"
 NODE = shutil.which("node")
 
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not here: the foreign client is a Node.js program")

@@ -28,14 +28,14 @@ ROOT = Path(__file__).parents[3]
 SERVERS = ("localhost:8000", "127.0.0.1:8000")
 """Addresses under which documents show a server of eagleray."""
 SECTIONS = tuple(field.name for field in msgspec.structs.fields(Config))
-MODULES = ("eagleray.compat.vllm",)
+MODULES = ("eagleray.compat.vllm", "json.tool")
 """Modules that documents run by `python -m`."""
 IMAGES = ("eagleray", "eagleray-cuda")
 """Names that documents give to images of deploy/Dockerfile."""
 ELLIPSIS = "…"
 OTHERS = {
-    *(":", "cd", "echo", "export", "kill", "source"),  # the shell's
-    *("bash", "cat", "git", "grep", "hf", "ls", "pgrep", "ray", "rm", "sudo"),
+    *(":", "cd", "echo", "export", "kill", "source", "wait"),  # the shell's
+    *("bash", "cat", "git", "grep", "hf", "ls", "node", "pgrep", "ray", "rm", "sudo", "timeout"),
 }
 """Programs whose arguments are not checked."""
 

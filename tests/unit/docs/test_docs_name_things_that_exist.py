@@ -19,7 +19,7 @@ FOREIGN = {
     *("FF", "RCVHWM", "SNDHWM", "nil"),  # bytes and options of zmq, MessagePack's null
     *("RAY_preload_python_modules", "py_modules", "working_dir"),  # Ray's
     # files that the reader writes
-    *("after.json", "before.json", "file.yaml", "gpu.json", "probe.py", "request.json"),
+    *("after.json", "attach.json", "before.json", "file.yaml", "gpu.json", "probe.py", "request.json"),
     *("Forwarded", "Origin"),  # HTTP's
     *("ForSequenceClassification", "LlamaForSequenceClassification", "MistralModel", "Qwen3Model"),  # architectures
     *("1_Pooling/config.json", "modules.json"),  # files of sentence-transformers
