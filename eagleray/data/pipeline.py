@@ -135,7 +135,9 @@ def _add_stage(ds: Dataset, model: str | None, stage: Stage, options: StageKeywo
             max_concurrent_calls_per_actor=num_blocks,
             enable_true_multi_threading=True,
         ),
-        **reservation.reserve(config, pool.actor_options, least),
+        **reservation.reserve(
+            config, pool.actor_options, least, has_checkpoint=ds.context.checkpoint_config is not None
+        ),
     )
 
 

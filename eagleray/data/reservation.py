@@ -17,6 +17,12 @@ from eagleray.errors import ClusterError
 ACTOR_CPUS = 1.0
 """CPUs of an actor whose workers compute elsewhere or on GPUs, for texts and tokens."""
 
+TASK_CPUS = 1.0
+"""CPUs of a task of Ray Data. Without them nothing is read, and the actors wait for ever."""
+
+CHECKPOINT_CPUS = 1.0
+"""CPUs of the actor by which Ray Data skips the rows of a checkpoint."""
+
 
 def actor_resources(config: Config, nodes: Sequence[Node]) -> dict[str, float]:
     """Return the resources of an actor: all that its workers need if they are its child processes.
@@ -47,38 +53,44 @@ def as_resources(options: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(amount) for name, amount in named.items() if amount}
 
 
-def reserve(config: Config, given: Mapping[str, Any], num_actors: int) -> dict[str, Any]:
+def reserve(config: Config, given: Mapping[str, Any], num_actors: int, *, has_checkpoint: bool) -> dict[str, Any]:
     """Return the keywords of `map_batches` with the resources of an actor; `given` replaces those by default.
 
-    Raises `ClusterError` if the cluster can never hold `num_actors` actors.
+    Raises `ClusterError` if the cluster can never hold `num_actors` actors beside what Ray Data needs itself.
     """
     if not ray.is_initialized():
         ray.init()
     options = {**as_options(actor_resources(config, list_nodes())), **given}
-    _check_capacity(as_resources(options), num_actors)
-    return options
-
-
-def _check_capacity(resources: Resources, num_actors: int) -> None:
-    while (shortage := explain_actor_shortage(nodes := list_nodes(), resources, num_actors)) is not None:
+    resources = as_resources(options)
+    own_cpus = TASK_CPUS + CHECKPOINT_CPUS * has_checkpoint
+    while (shortage := explain_actor_shortage(nodes := list_nodes(), resources, num_actors, own_cpus)) is not None:
         grows = can_grow(nodes)
         if grows is False:
             raise ClusterError(shortage)
         if grows:
-            return
+            break
         time.sleep(POLL_INTERVAL_SECONDS)  # known some seconds after the cluster's start
+    return options
 
 
-def explain_actor_shortage(nodes: Sequence[Node], resources: Resources, num_actors: int) -> str | None:
-    """Return a sentence if the nodes, with nothing on them, cannot hold the actors; else None."""
+def explain_actor_shortage(nodes: Sequence[Node], resources: Resources, num_actors: int, own_cpus: float) -> str | None:
+    """Return a sentence if the nodes, with nothing on them, cannot hold the actors and `own_cpus` CPUs for Ray Data
+    itself; else None."""
     alive = [node for node in nodes if node.is_alive]
     room = sum(count_fitting(node.total, resources) for node in alive) if resources else num_actors
-    if room >= num_actors:
+    cpus, per_actor = sum(node.total.get("CPU", 0.0) for node in alive), resources.get("CPU", 0.0)
+    if room >= num_actors and cpus >= num_actors * per_actor + own_cpus:
         return None
+    if per_actor:
+        room = min(room, max(0, int((cpus - own_cpus) / per_actor)))
+    names = {*resources, "CPU"}
     has = "; ".join(
-        f"node {node.label} has {format_resources({name: node.total.get(name, 0.0) for name in resources})}"
+        f"node {node.label} has {format_resources({name: node.total.get(name, 0.0) for name in names})}"
         for node in alive
     )
     actors = "an actor" if num_actors == 1 else f"{num_actors} actors"
-    advice = f"set `num_actors` to {room}" if room else "set `actor_options` to what a node has, or add nodes"
-    return f"the stage needs {actors} with {format_resources(resources)} each, but the cluster has: {has}; {advice}"
+    advice = f"set `num_actors` to {room}" if room else "set `actor_options`, such as `num_cpus`, to less, or add nodes"
+    return (
+        f"the stage needs {actors} with {format_resources(resources)} each, and Ray Data {{CPU: {own_cpus:g}}} for its "
+        f"own tasks, but the cluster has less: {has}; {advice}"
+    )

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import ray.data
 
 import eagleray.data
@@ -33,11 +34,11 @@ def main() -> None:
     )
     ds.write_parquet(str(args.vectors), mode="overwrite")
 
-    rows = ray.data.read_parquet(str(args.vectors)).take_all()
-    vectors = np.stack([row["embedding"] for row in rows])
+    table = pyarrow.parquet.read_table(args.vectors)
+    texts, vectors = table["text"].to_pylist(), np.array(table["embedding"].to_pylist())
     best = int(np.argmax(vectors[1:] @ vectors[0])) + 1
     print(f"{vectors.shape[0]} vectors of {vectors.shape[1]} features in {args.vectors}")
-    print(f"The line that is closest to {rows[0]['text']!r} is {rows[best]['text']!r}")
+    print(f"The line that is closest to {texts[0]!r} is {texts[best]!r}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
+import pyarrow.parquet
 import ray.data
 
 import eagleray.data
@@ -41,14 +42,18 @@ def main() -> None:
     context.checkpoint_config = {"id_column": "id", "checkpoint_path": str(args.answers / "checkpoint")}
 
     ds = ray.data.read_parquet(str(args.prompts))
-    ds = eagleray.data.generate(ds, args.model, sampling_params={"max_tokens": 24, "temperature": 0.0})
+    ds = eagleray.data.generate(
+        ds,
+        args.model,
+        sampling_params={"max_tokens": 24, "temperature": 0.0},
+        actor_options={"num_cpus": 0},  # a machine with two cores has none to spare; leave this out on a cluster
+    )
     ds.write_parquet(str(args.answers / "rows"))
 
-    context.checkpoint_config = None
-    answers = ray.data.read_parquet(str(args.answers / "rows"))
-    failed = answers.filter(lambda row: row["error"] is not None).count()
-    print(f"{answers.count()} rows in {args.answers / 'rows'}, {failed} of them with an error. The first:")
-    for row in answers.sort("id").take(3):
+    answers = pyarrow.parquet.read_table(args.answers / "rows").sort_by("id")
+    num_failed = len(answers) - answers["error"].null_count
+    print(f"{len(answers)} rows in {args.answers / 'rows'}, {num_failed} of them with an error. The first:")
+    for row in answers.slice(0, 3).to_pylist():
         print(f"{row['id']}: {row['prompt']} … {row['generated_text']!r}")
 
 

@@ -73,15 +73,18 @@ def test_as_options_and_back() -> None:
         ({"GPU": 4.0}, 1, None),
         ({"GPU": 2.0}, 2, None),
         ({}, 9, None),
+        ({"CPU": 7.0}, 1, None),
         ({"GPU": 2.0}, 3, "set `num_actors` to 2"),
-        ({"GPU": 8.0}, 1, "set `actor_options` to what a node has, or add nodes"),
-        ({"TPU": 1.0}, 1, "node 10.0.0.1 (aaaaaaaa) has {TPU: 0}"),
+        ({"CPU": 2.0}, 4, "and Ray Data {CPU: 1} for its own tasks, but"),
+        ({"CPU": 2.0}, 4, "set `num_actors` to 3"),
+        ({"CPU": 8.0}, 1, "set `actor_options`, such as `num_cpus`, to less, or add nodes"),
+        ({"TPU": 1.0}, 1, "node 10.0.0.1 (aaaaaaaa) has {CPU: 8, TPU: 0}"),
     ],
 )
 def test_explain_actor_shortage_says_what_would_fit(
     resources: dict[str, float], num_actors: int, advice: str | None
 ) -> None:
-    said = explain_actor_shortage([node(CPU=8, GPU=4)], resources, num_actors)
+    said = explain_actor_shortage([node(CPU=8, GPU=4)], resources, num_actors, 1.0)
     assert said is None if advice is None else said is not None and advice in said
 
 
