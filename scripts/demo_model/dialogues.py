@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from demo_model.facts import Fact
-from demo_model.phrasings import FOLLOW_UPS, QuestionSplit, as_typed, is_drawn, normal_form
+from demo_model.phrasings import FOLLOW_UPS, QuestionSplit, as_typed, is_drawn, normal_form, reworded
 
 Turn = tuple[str, str]
 
@@ -76,7 +76,9 @@ class DialogueSampler:
         if not is_first and "subject" in by_kind and rng.random() < FOLLOW_UP_SHARE:
             return as_typed(rng.choice(FOLLOW_UPS).format(s=fact.subject), "follow-up", rng)
         (kind,) = rng.choices(list(by_kind), [KIND_WEIGHTS[kind] for kind in by_kind])
-        return as_typed(rng.choice(by_kind[kind]), fact.topic, rng)
+        question = rng.choice(by_kind[kind])
+        changed = as_typed(question if kind == "subject" else reworded(question, rng), fact.topic, rng)
+        return question if self.split.is_held_out(fact, changed) else changed
 
 
 def unknown_topics() -> list[list[str]]:

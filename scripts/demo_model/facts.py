@@ -6,10 +6,10 @@ A file has blocks of this form, divided by empty lines; lines that begin with `#
     > json.dumps([1, None])
     ? turn an object into JSON | serialize a dictionary | Why is my string of JSON so long?
 
-The first line has the kind, the subject, and the answer. An answer that begins with a small letter is a predicate of
-the subject. Words between tildes are the keys: an answer is right only if it contains all of them. A line `>` has an
-expression that Python evaluates for the example at the end of the answer. Lines `?` have goals (verb phrases) and whole
-questions, which end with `?` or `.`; those of the kind `talk` are all whole.
+The first line has the kind, the subject, and the answer, before which some kinds repeat the subject. Words between
+tildes are the keys: an answer is right only if it contains all of them. A line `>` has an expression that Python
+evaluates for the example at the end of the answer. Lines `?` have goals (verb phrases) and whole questions, which end
+with `?` or `.`; those of the kind `talk` are all whole.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from importlib import import_module
 from pathlib import Path
 
 FACTS_DIR = Path(__file__).parent / "facts"
+
+# Kinds whose answers are predicates of the subject; those of the others are whole sentences.
+KINDS_WITH_PREDICATES = ("name", "module", "keyword", "flag", "route")
 
 # Modules that examples may use, as names of their own.
 EXAMPLE_MODULES = (
@@ -84,7 +87,7 @@ def parse_fact(topic: str, lines: list[str]) -> Fact:
         topic=topic,
         kind=kind,
         subject=subject,
-        answer=make_answer(subject, text.replace("~", ""), example),
+        answer=make_answer(kind, subject, text.replace("~", ""), example),
         keys=tuple(re.findall(r"~([^~]+)~", text)),
         example=example,
         goals=tuple(phrase for phrase, whole in zip(phrases, is_question, strict=True) if not whole),
@@ -92,9 +95,9 @@ def parse_fact(topic: str, lines: list[str]) -> Fact:
     )
 
 
-def make_answer(subject: str, text: str, example: str) -> str:
+def make_answer(kind: str, subject: str, text: str, example: str) -> str:
     """Return whole sentences: with the subject before a predicate, and with the value of the example behind."""
-    if text[0].islower():
+    if kind in KINDS_WITH_PREDICATES:
         text = f"`{subject}` {text}"
     return f"{text} For example, `{example}` is `{evaluate(example)}`." if example else text
 

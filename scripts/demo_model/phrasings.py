@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from demo_model.facts import Fact
 
@@ -53,6 +54,24 @@ GOALS = ["How do I {g}?", "How can I {g}?", "How to {g}?", "What is the way to {
 PLACES = {"python": ["in Python", "with Python", "in a Python program"], "eagleray": ["with eagleray", "in eagleray"]}
 FOLLOW_UPS = ["And {s}?", "What about {s}?", "Thanks. And {s}?", "And what is {s}?", "How about {s}?"]
 OPENINGS = ["Please", "Hi,", "Hello,", "Hey,", "Quick question:", "A question:", "OK,", "Sorry,"]
+# Words that mean the same in most questions.
+SYNONYMS = [
+    ("get", "find", "obtain", "determine", "know"), ("make", "create", "build", "write"), ("delete", "remove", "erase"),
+    ("convert", "turn", "transform", "change"), ("check", "test", "see", "find out", "tell"), ("whether", "if"),
+    ("show", "print", "display", "output"), ("text", "string"), ("list", "array"), ("dictionary", "dict"),
+    ("loop over", "iterate over", "go through", "run through"), ("item", "element", "entry"), ("letter", "character"),
+    ("join", "connect", "concatenate", "combine"), ("run", "execute", "start", "launch"), ("program", "script", "code"),
+    ("end", "stop", "finish", "quit"), ("several", "multiple", "many"), ("compute", "calculate", "work out"),
+    ("error", "exception"), ("split", "divide", "break up", "separate"), ("search for", "look for", "find"),
+    ("folder", "directory"), ("read", "load"), ("save", "store", "write"), ("server", "service"), ("use", "work with"),
+    ("file name", "filename"), ("number", "value"), ("called", "named"), ("remove", "drop", "get rid of"),
+    ("all", "every"), ("maximum", "largest"), ("minimum", "smallest"), ("start", "beginning"), ("happens", "occurs"),
+    ("two", "2"), ("ten", "10"), ("function", "method"), ("dies", "crashes", "is killed", "fails"), ("model", "LLM"),
+]  # fmt: skip
+WORD_OF_SYNONYMS = re.compile(
+    rf"\b({'|'.join(sorted({word for group in SYNONYMS for word in group}, key=len, reverse=True))})\b"
+)
+UNSTRESSED = frozenset("How What I a an the of to do does in is are it can my for by".split())  # noqa: SIM905
 # What `as_typed` adds before and behind a question.
 ADDED = re.compile(
     rf"^({'|'.join(OPENINGS)}) |( ({'|'.join(itertools.chain(*PLACES.values()))}))?[ ?.!]*$", re.IGNORECASE
@@ -76,25 +95,32 @@ class QuestionSplit:
     training: dict[Fact, dict[str, list[str]]]
     held_out: list[Phrasing]
 
+    @cached_property
+    def held_out_forms(self) -> frozenset[str]:
+        return frozenset(normal_form(phrasing.text) for phrasing in self.held_out)
+
+    def is_held_out(self, fact: Fact, question: str) -> bool:
+        """Whether a changed question has become a held-out one, or contains the fact's wording that is held out."""
+        unseen = unseen_wording(fact)
+        return normal_form(question) in self.held_out_forms or (unseen is not None and contains(question, unseen))
+
 
 def split_questions(facts: Iterable[Fact]) -> QuestionSplit:
     """Divide the questions about facts. A training question that equals a held-out one but for its form is dropped."""
     phrasings = {fact: phrasings_of(fact) for fact in facts}
     held_out = [phrasing for of_fact in phrasings.values() for phrasing in of_fact if phrasing.is_held_out]
-    unseen = {normal_form(phrasing.text) for phrasing in held_out}
-    training: dict[Fact, dict[str, list[str]]] = {}
+    split = QuestionSplit({}, held_out)
     for fact, of_fact in phrasings.items():
-        by_kind = training.setdefault(fact, {})
+        by_kind = split.training.setdefault(fact, {})
         for phrasing in of_fact:
-            if normal_form(phrasing.text) not in unseen:
+            if normal_form(phrasing.text) not in split.held_out_forms:
                 by_kind.setdefault(phrasing.kind, []).append(phrasing.text)
-    return QuestionSplit(training, held_out)
+    return split
 
 
 def phrasings_of(fact: Fact) -> list[Phrasing]:
     """Return every question about a fact. A held-out wording is held out with all templates, but asked only once."""
-    own = [*fact.goals, *fact.questions]
-    unseen = min(own, key=hash_of) if len(own) >= MIN_PHRASES_TO_HOLD_ONE_OUT else None
+    unseen = unseen_wording(fact)
     found = []
 
     def add(text: str, kind: str, is_held_out: bool) -> None:
@@ -113,6 +139,19 @@ def phrasings_of(fact: Fact) -> list[Phrasing]:
     return found
 
 
+@cache
+def unseen_wording(fact: Fact) -> str | None:
+    """Return the goal or question of a fact that is held out with all templates, if the fact has enough others."""
+    own = [*fact.goals, *fact.questions]
+    candidates = [phrase for phrase in own if not any(contains(other, phrase) for other in own if other != phrase)]
+    return min(candidates, key=hash_of) if len(own) >= MIN_PHRASES_TO_HOLD_ONE_OUT else None
+
+
+def contains(question: str, wording: str) -> bool:
+    """Whether a question contains the words of a wording one after the other."""
+    return f" {normal_form(wording)} " in f" {normal_form(question)} "
+
+
 def hash_of(*texts: str) -> int:
     return int(hashlib.sha256("\n".join(texts).encode()).hexdigest(), 16)
 
@@ -122,6 +161,7 @@ def is_drawn(*texts: str) -> bool:
     return hash_of(*texts) % 100 < HELD_OUT_PERCENT
 
 
+@cache
 def normal_form(question: str) -> str:
     """Return a question without the differences that `as_typed` makes, except typing errors."""
     return ADDED.sub("", " ".join(question.replace("`", "").split())).lower()
@@ -139,6 +179,20 @@ def as_typed(question: str, topic: str, rng: random.Random) -> str:
     if rng.random() < 0.04:
         text = with_typing_error(text, rng)
     return text if rng.random() < 0.25 else text + mark
+
+
+def reworded(question: str, rng: random.Random) -> str:
+    """Replace some words of a question by synonyms; seldom leave only the stressed words, as in a search engine."""
+    if rng.random() < 0.07:
+        stressed = [word for word in question.rstrip("?.").split() if word not in UNSTRESSED]
+        return " ".join(stressed) if len(stressed) > 1 else question
+
+    def synonym(match: re.Match[str]) -> str:
+        if rng.random() < 0.7:
+            return match[0]
+        return rng.choice([word for group in SYNONYMS if match[0] in group for word in group])
+
+    return WORD_OF_SYNONYMS.sub(synonym, question)
 
 
 def with_typing_error(text: str, rng: random.Random) -> str:
