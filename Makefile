@@ -4,6 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
+BROWSER_READY := $(VENV)/.browser-ready
 DEPLOY_READY := $(VENV)/.deploy-ready
 # A machine with a GPU brings torch of its own: the virtual environment is used only if there is one.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -13,13 +14,13 @@ GPU_JSON   ?= gpu.json
 # and each would compile the package again, which is a fifth of the processor time of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat docs docs-commands examples check-deploy keywords lint lint-types lint-rules clean
+.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat browser docs docs-commands examples check-deploy keywords lint lint-types lint-rules clean
 
 serve: $(READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
 test: lint  ## Everything that must hold before a change lands.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts and not documents and not deploy and not examples"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts and not documents and not deploy and not examples and not browser"
 
 quick: $(READY)  ## Unit tests alone, in less than two minutes.
 	$(BIN)/python -m pytest -n 2 -m "not slow and not grid" tests/unit
@@ -28,7 +29,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 test-all: $(READY)  ## The whole grid: every executor with every parallelism.
-	$(BIN)/python -m pytest -m "not hosts and not deploy and not examples"
+	$(BIN)/python -m pytest -m "not hosts and not deploy and not examples and not browser"
 
 test-hosts: $(READY)  ## Several hosts, each a network namespace with a Ray node of its own; needs root.
 	$(BIN)/python -m pytest -m hosts
@@ -60,6 +61,9 @@ examples: $(READY)  ## Every example as its page says (ARGS="-k rl" for some).
 check-deploy: $(DEPLOY_READY)  ## Images, manifests and the source distribution: linters and published schemas.
 	$(BIN)/python -m pytest -m deploy tests/deploy
 
+browser: $(BROWSER_READY)  ## The live page in a headless Chromium, which must be installed (CHROMIUM=path, else the one of the PATH).
+	$(BIN)/python -m pytest -m browser tests/browser
+
 lint: $(READY)  ## Types beside the other checks: they take most of the time of one core.
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-rules
 
@@ -81,6 +85,10 @@ $(READY): pyproject.toml
 
 $(DOCS_READY): $(READY)
 	$(BIN)/pip install --quiet --editable ".[docs]"
+	touch $@
+
+$(BROWSER_READY): $(READY)
+	$(BIN)/pip install --quiet --editable ".[browser]"
 	touch $@
 
 $(DEPLOY_READY): $(READY)

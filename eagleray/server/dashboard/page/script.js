@@ -328,10 +328,10 @@
     for (;;) {
       const { done, value } = await reader.read();
       if (done) return;
-      text += value;
-      for (let end = text.indexOf("\n\n"); end >= 0; end = text.indexOf("\n\n")) {
-        const data = text.slice(0, end).replace(/^data: /, "");
-        text = text.slice(end + 2);
+      const parts = (text + value).split("\n\n");
+      text = parts.pop();
+      for (const part of parts) {
+        const data = part.replace(/^data: /, "");
         if (data === "[DONE]") return;
         yield JSON.parse(data);
       }
