@@ -25,7 +25,9 @@ FLAG_TABLE = "eagleray/config/vllm_table.py"
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)+")
 SPAN = re.compile(r"`([^`]+)`")
-LINK = re.compile(r"\]\(([^)#\s]+)[^)\s]*\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#{1,6} (.*)$", re.M)
+LINKED = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 VARIABLE = re.compile(r"\bEAGLERAY_\w+")
@@ -75,11 +77,30 @@ def _line(text: str, position: int) -> int:
     return text.count("\n", 0, position) + 1
 
 
-def links(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the target of each link to a file."""
+@dataclass(frozen=True)
+class Link:
+    """Link to a file, or to a heading of this or another document; without `target` it is this one."""
+
+    line: int
+    target: str
+    anchor: str | None
+
+
+def links(text: str) -> Iterator[Link]:
+    """Yield the links of a document, without those to other sites."""
     for link in LINK.finditer(text):
         if "://" not in link[1]:
-            yield _line(text, link.start()), link[1]
+            yield Link(_line(text, link.start()), link[1], link[2])
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors that code hosts give to the headings of a document."""
+    found: dict[str, int] = {}
+    for heading in HEADING.findall(FENCE.sub("", text)):
+        plain = LINKED.sub(r"\1", heading).strip().lower()
+        anchor = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        found[anchor] = found.get(anchor, -1) + 1
+    return {f"{anchor}-{number}" if number else anchor for anchor, last in found.items() for number in range(last + 1)}
 
 
 class Code:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from named_things import Code, Mention, links, mentions, stale_names
+from named_things import Code, Link, Mention, anchors, links, mentions, stale_names
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("docs", "deploy", "examples")
@@ -56,10 +56,13 @@ def test_document_names_only_things_that_exist(document, code):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_document_links_to_files_that_exist(document):
+def test_document_links_lead_to_files_and_headings(document):
     path = ROOT / document
-    found = links(path.read_text("utf-8"))
-    broken = [f"{document}:{line}: {target}" for line, target in found if not (path.parent / target).exists()]
+    broken = []
+    for link in links(path.read_text("utf-8")):
+        target = path.parent / link.target if link.target else path
+        if not target.exists() or (link.anchor and link.anchor not in anchors(target.read_text("utf-8"))):
+            broken.append(f"{document}:{link.line}: {link.target}#{link.anchor or ''}")
     assert not broken, "\n".join(["", *broken])
 
 
@@ -138,5 +141,11 @@ def test_mentions_have_the_lines_of_the_document():
     ]
 
 
-def test_links_leave_out_other_sites_and_anchors():
-    assert list(links("[a](a.md#part)\n[b](https://b) [c](#c)\n[d](../d.py)")) == [(1, "a.md"), (3, "../d.py")]
+def test_links_leave_out_other_sites():
+    text = "[a](a.md#part)\n[b](https://b#c) [c](#c)\n[d](../d.py)"
+    assert list(links(text)) == [Link(1, "a.md", "part"), Link(2, "", "c"), Link(3, "../d.py", None)]
+
+
+def test_anchors_are_those_of_code_hosts():
+    text = "# Who `calls`: a, b\n```sh\n# comment\n```\n## Part\n## [Part](a.md)\n### -9 é_x\n"
+    assert anchors(text) == {"who-calls-a-b", "part", "part-1", "-9-é_x"}
