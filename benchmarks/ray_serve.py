@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -156,7 +155,7 @@ def ray_serve(model: str | None, words: dict[str, Any], *, has_haproxy: bool) ->
 def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+        with contextlib.suppress(OSError):
             urllib.request.urlopen(f"{url}/ready", timeout=5).close()
             return
         time.sleep(POLL_SECONDS)
