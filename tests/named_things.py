@@ -32,7 +32,7 @@ LINKED = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 VARIABLE = re.compile(r"\bEAGLERAY_\w+")
 METRIC = re.compile(r"\beagleray:(\w+)")
-TARGET = re.compile(r"\bmake ([a-z][a-z-]*)")
+TARGET = re.compile(r"\bmake ([a-z][a-z0-9-]*)")
 FILE = re.compile(r"(?<![\w./~:-])[\w<>*][\w./<>*-]*\.(?:py|h|cpp|mjs|md|toml|json|svg|yaml|yml)\b")
 FOLDER = re.compile(r"[a-z0-9_]+(?:/[a-z0-9_]+)*/…?|[a-z0-9_]+(?:/[a-z0-9_]+)+")
 NAME = re.compile(r"((?:[a-z_]+/)*[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\))?")
@@ -135,7 +135,7 @@ class Code:
     @cached_property
     def targets(self) -> set[str]:
         """The targets of the Makefile."""
-        return set(re.findall(r"^([a-z][a-z-]*):", (self.root / "Makefile").read_text("utf-8"), re.M))
+        return set(re.findall(r"^([a-z][a-z0-9-]*):", (self.root / "Makefile").read_text("utf-8"), re.M))
 
     @cached_property
     def _folders(self) -> set[str]:
