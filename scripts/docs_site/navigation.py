@@ -13,7 +13,7 @@ INDEX = "index.md"
 """The page that README.md becomes."""
 
 NAVIGATION: Mapping[str, Sequence[str]] = {
-    "Start": ("docs/models.md", "docs/from_vllm.md", "docs/compatibility.md", "CHANGELOG.md"),
+    "Start": ("examples/README.md", "docs/models.md", "docs/from_vllm.md", "docs/compatibility.md", "CHANGELOG.md"),
     "How-to": (
         "docs/cluster.md",
         "docs/multi_node.md",

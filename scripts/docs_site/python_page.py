@@ -7,15 +7,21 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Iterator
+from enum import Enum
 from importlib.util import find_spec
 from types import FunctionType, ModuleType
 from typing import Any
 
-from docs_site.markdown import directive
+from docs_site.markdown import code, directive
 
 PACKAGE = "eagleray"
 MODULES = (PACKAGE, f"{PACKAGE}.serve", f"{PACKAGE}.data", f"{PACKAGE}.weights", f"{PACKAGE}.errors")
 """Modules whose public names are listed, as far as they exist."""
+
+FIELD_MARKS = ("__dataclass_fields__", "__struct_fields__", "__required_keys__", "__members__")
+"""Attributes of the classes whose fields are listed: dataclasses, structs, typed dictionaries, enumerations."""
+WRAPPERS = ("Annotated", "Required", "NotRequired")
+"""Annotations around a type that are not shown."""
 
 
 class SourceText:
@@ -48,7 +54,9 @@ def public_names(module: ModuleType) -> list[str]:
 def _entry(name: str, value: Any) -> str:
     if inspect.isclass(value):
         members = "".join(_member(name, member) for name, member in _members(value))
-        body = f"{_docstring(value)}\n\n{''.join(_fields(value))}{members}"
+        bases = [code(base.__name__) for base in value.__bases__ if base.__module__.partition(".")[0] == PACKAGE]
+        derived = f"Derived from {', '.join(bases)}.\n\n" if bases else ""
+        body = f"{_docstring(value)}\n\n{derived}{''.join(_fields(value))}{members}"
         return directive("py:class", f"{name}{_signature(value)}", body)
     if inspect.isfunction(value):
         return directive("py:function", f"{name}{_signature(value)}", _docstring(value))
@@ -78,20 +86,26 @@ def _member(name: str, value: Any) -> str:
 
 
 def _fields(kind: type) -> Iterator[str]:
-    """Yield the public fields of a dataclass or struct, with the text behind each or in its annotation."""
-    if not (hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__struct_fields__")):
+    """Yield the public fields of a dataclass, struct or typed dictionary, or the members of an enumeration, each with
+    the text behind it or in its annotation."""
+    if not any(hasattr(kind, mark) for mark in FIELD_MARKS):
         return
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
     for node, following in zip(body, [*body[1:], None], strict=True):
+        text = _string(following.value) if isinstance(following, ast.Expr) else None
         if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_"):
-            text = _string(following.value) if isinstance(following, ast.Expr) else None
             yield directive("py:attribute", _field(node), text or _description(node.annotation))
+        elif isinstance(node, ast.Assign) and issubclass(kind, Enum):
+            yield directive(
+                "py:attribute", f"{ast.unparse(node.targets[0])}\n:value: {ast.unparse(node.value)}\n", text or ""
+            )
 
 
 def _field(node: ast.AnnAssign) -> str:
     annotation = node.annotation
-    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
-        annotation = annotation.slice.elts[0]  # type: ignore[attr-defined]
+    while isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in WRAPPERS:
+        inner = annotation.slice
+        annotation = inner.elts[0] if isinstance(inner, ast.Tuple) else inner
     options = [f":type: {ast.unparse(annotation)}"]
     if node.value is not None and not isinstance(node.value, ast.Call):
         options.append(f":value: {ast.unparse(node.value)}")
@@ -114,7 +128,9 @@ def _docstring(value: Any) -> str:
 
 def _signature(value: Any) -> str:
     """Return the signature as it is written, without `self`; empty if there is none."""
-    if inspect.isclass(value) and (issubclass(value, BaseException) or hasattr(value, "__struct_fields__")):
+    if inspect.isclass(value) and (
+        hasattr(value, "__struct_fields__") or issubclass(value, BaseException | Enum | dict)
+    ):
         return ""
     try:
         signature = inspect.signature(value)

@@ -54,7 +54,8 @@ def documents_below(root: Path) -> Iterator[str]:
 
 
 class Links:
-    """Links of a document. A file that is no page is copied beside the pages; a folder has no link."""
+    """Links of a document. A file that is no page is copied beside the pages; a folder, and a document that the
+    navigation leaves out, have no link."""
 
     def __init__(self, root: Path, stage: Path, document: str, documents: set[str]) -> None:
         self._root = root
@@ -72,9 +73,10 @@ class Links:
         if path == README:
             target = posixpath.relpath(INDEX, self._folder or ".")
             return f"[{link['text']}]({target}{link['anchor'] or ''})"
-        if (self._root / path).is_dir():
+        is_page = path in self._documents
+        if (self._root / path).is_dir() or (path.endswith(".md") and not is_page and (self._root / path).exists()):
             return link["text"]
-        if path not in self._documents and (self._root / path).exists():
+        if not is_page and (self._root / path).exists():
             (self._stage / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self._root / path, self._stage / path)
         return link[0]

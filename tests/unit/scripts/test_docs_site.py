@@ -31,10 +31,12 @@ def repository(tmp_path):
     """A repository with a README, a page that links to all kinds of places, and a decision."""
     files = {
         "README.md": "# Title\n\n[page](docs/models.md)\n",
-        "docs/models.md": "[top](../README.md#title) [code](../eagleray/llm.py) [folder](decisions) [far](https://ray.io)\n",
+        "docs/models.md": "[top](../README.md#title) [code](../eagleray/llm.py) "
+        "[folder](decisions) [left out](../notes.md) [far](https://ray.io)\n",
         "docs/decisions/README.md": "# Decisions\n",
         "docs/decisions/0001-rows.md": "# 1. Rows\n",
         "eagleray/llm.py": "text\n",
+        "notes.md": "# Notes\n",
     }
     for path, text in files.items():
         (tmp_path / "from" / path).parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +63,7 @@ def test_write_sources_links_lead_to_pages_and_copies(repository, tmp_path, monk
     monkeypatch.setattr(stage, "PAGES", {"cli": lambda: "# Command line\n"})
     stage.write_sources(repository, tmp_path / "to")
     models = (tmp_path / "to/docs/models.md").read_text()
-    assert models == "[top](../index.md#title) [code](../eagleray/llm.py) folder [far](https://ray.io)\n"
+    assert models == "[top](../index.md#title) [code](../eagleray/llm.py) folder left out [far](https://ray.io)\n"
     assert (tmp_path / "to/eagleray/llm.py").read_text() == "text\n"
     index = (tmp_path / "to" / INDEX).read_text()
     assert index.startswith("# Title\n\n[page](docs/models.md)\n")
@@ -105,12 +107,16 @@ def test_metrics_page_has_the_labels_of_every_family():
     assert [name for name in labels if name.startswith("eagleray:") and f"`{name}" not in page] == []
 
 
-def test_python_page_has_every_public_name():
+def test_python_page_has_every_public_name(monkeypatch):
+    monkeypatch.setattr("docs_site.python_page.MODULES", ("eagleray", "eagleray.errors"))  # others import much
     page = python_page()
     names = [name for name in eagleray.__all__ if not name.startswith("__")]
     assert [name for name in names if f"}} {name}" not in page] == []
     assert "`{py:method} generate(prompts: PromptsLike," in page
     assert "`{py:attribute} max_tokens\n:type: int | None\n" in page
+    assert "`{py:attribute} DELTA\n:value: 1\n" in page
+    assert "`{py:attribute} prompt\n:type: str\n" in page
+    assert "Derived from `UserError`." in page
 
 
 def test_flag_tables_have_every_flag_of_vllm():
