@@ -11,9 +11,12 @@ import logging
 import os
 import sys
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import msgspec
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[1;31m"}
 """Escape sequences before lines of these levels: yellow, red and bold red."""
@@ -174,6 +177,13 @@ class BarStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)
+
+
+def open_bar(*, is_shown: bool, **options: Any) -> tqdm[NoReturn]:
+    """Return a bar of tqdm on standard error, which lines of the log replace."""
+    from tqdm import tqdm  # here, because most processes have no bars
+
+    return tqdm(file=BarStream(), dynamic_ncols=True, disable=not is_shown, **options)
 
 
 def _writes_json() -> bool:

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from tqdm import tqdm
-
-from eagleray.log import BarStream, get_logger, has_bars
+from eagleray.log import get_logger, has_bars, open_bar
 
 logger = get_logger(__name__)
 
@@ -35,7 +33,7 @@ class Progress:
     ) -> None:
         has_bar = has_bars() if is_terminal is None else is_terminal
         self._unit = unit
-        self._bar = tqdm(total=total, desc=unit, file=BarStream(), disable=not (has_bar and is_shown))
+        self._bar = open_bar(total=total, desc=unit, is_shown=has_bar and is_shown)
         self._has_lines = is_shown and not has_bar
         self._clock = clock
         self._began = self._last_line = clock()

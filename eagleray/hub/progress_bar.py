@@ -7,11 +7,9 @@ import time
 from types import TracebackType
 from typing import Any
 
-from tqdm import tqdm
-
 from eagleray.errors import DeadlineExceeded
 from eagleray.hub.disk_space import format_size
-from eagleray.log import BarStream, get_logger, has_bars
+from eagleray.log import get_logger, has_bars, open_bar
 
 logger = get_logger(__name__)
 
@@ -32,14 +30,13 @@ class DownloadProgress:
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._started = self._logged = self._changed = time.monotonic()
-        self._bar = tqdm(
+        self._bar = open_bar(
             desc=f"downloading {name}",
             total=total,
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
-            file=BarStream(),
-            disable=not has_bars(),
+            is_shown=has_bars(),
         )
 
     def __enter__(self) -> DownloadProgress:

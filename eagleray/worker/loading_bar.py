@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from eagleray.log import BarStream
+from eagleray.log import open_bar
 
 
 class LoadingBar:
@@ -19,13 +19,8 @@ class LoadingBar:
     def show(self, done: int, total: int) -> None:
         """Show that `done` of `total` bytes are loaded."""
         if self._bar is None:
-            self._bar = tqdm(
-                desc="loading weights",
-                total=total,
-                unit="B",
-                unit_scale=True,
-                file=BarStream(),
-                disable=not self._is_shown,
+            self._bar = open_bar(
+                desc="loading weights", total=total, unit="B", unit_scale=True, is_shown=self._is_shown
             )
         self._bar.update(done - self._bar.n)
 

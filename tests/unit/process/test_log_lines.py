@@ -11,15 +11,14 @@ import sys
 from datetime import UTC, datetime
 
 import pytest
-from tqdm import tqdm
 
 from eagleray.log import (
     ERASE_REST,
-    BarStream,
     LineFormatter,
     LogSettings,
     has_bars,
     has_colours,
+    open_bar,
     report_failure,
     setup_logging,
     setup_process_logging,
@@ -54,7 +53,7 @@ def test_line_formatter_line_on_a_terminal_replaces_a_bar(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(os, "environ", {"TERM": "xterm", "NO_COLOR": "1"})
     setup_logging("engine-0", LogSettings())
-    bar = tqdm(total=2, desc="compiling kernels", file=BarStream(), disable=not has_bars())
+    bar = open_bar(total=2, desc="compiling kernels", is_shown=has_bars())
     bar.update()
     logging.getLogger("eagleray.x").info("joined")
     bar.close()

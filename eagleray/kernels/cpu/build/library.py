@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from eagleray.config.environment import build_settings
 from eagleray.errors import DeadlineExceeded
@@ -26,7 +25,7 @@ from eagleray.kernels.cpu.build.compiler import find_compiler
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable, openmp_functions
 from eagleray.kernels.cpu.build.sources import SOURCE_DIRECTORY, LibrarySources
 from eagleray.kernels.cpu.build.variants import NATIVE_FLAGS, Variant, best_variant, named_variant
-from eagleray.log import BarStream, get_logger, has_bars
+from eagleray.log import get_logger, has_bars, open_bar
 
 logger = get_logger(__name__)
 
@@ -85,8 +84,7 @@ def build(sources: Sequence[Path], *, target: Sequence[str] = NATIVE_FLAGS, dire
     def make(scratch: Path) -> Path:
         started = time.monotonic()
         logger.info("compiling kernels for this processor, once")
-        bar = tqdm(total=len(sources), desc="compiling kernels", unit="file", file=BarStream(), disable=not has_bars())
-        with bar:
+        with open_bar(total=len(sources), desc="compiling kernels", unit="file", is_shown=has_bars()) as bar:
             path = library.compile(compiler, scratch, on_compiled=bar.update)
         logger.info("compiled kernels in %.1f s", time.monotonic() - started)
         return path
