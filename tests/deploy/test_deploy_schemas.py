@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from deploy_files import COMPOSE, DOCKERFILE, MANIFESTS, documents, pods, ray_cluster
+from deploy_files import COMPOSE, DEPLOY, DOCKERFILE, MANIFESTS, documents, pods, ray_cluster
+
+from eagleray.serve import build_app_from_args
 
 pytestmark = pytest.mark.deploy
 
@@ -41,6 +43,12 @@ def test_core_resources_and_pods_of_kuberay_fit_the_schemas_of_kubernetes(tmp_pa
     file = tmp_path / "all.yaml"
     file.write_text(yaml.safe_dump_all(core))
     run("kubernetes-validate", "--strict", str(file))
+
+
+def test_rayservice_application_can_be_built():
+    (service,) = documents(DEPLOY / "kuberay" / "rayservice.yaml")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    assert build_app_from_args(application["args"])
 
 
 @pytest.fixture(scope="module")

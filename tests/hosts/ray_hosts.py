@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ DRIVER_SECONDS = 60.0
 
 class RayCluster:
     """A cluster with a node of 2 CPUs on each host, including the head. It demands a token."""
+
+    options: Sequence[str] = ()
+    """Further options of `ray start` on every host."""
 
     def __init__(self, network: HostNetwork, *, head: Mapping[str, float] | None = None) -> None:
         """`head`: custom resources of the head's node."""
@@ -55,7 +58,9 @@ class RayCluster:
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *where, "--block", f"--node-ip-address={host.ip}"]
         limits = ["--num-cpus=2", "--object-store-memory=80000000", f"--resources={json.dumps(dict(resources))}"]
         quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
-        return host.start([*ray, *limits, "--disable-usage-stats"], env={**self.token, **quiet, **(env or {})})
+        return host.start(
+            [*ray, *limits, "--disable-usage-stats", *self.options], env={**self.token, **quiet, **(env or {})}
+        )
 
 
 class RayHosts(RayCluster):

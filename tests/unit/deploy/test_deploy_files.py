@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from deploy_files import (
     COMPOSE,
     DEPLOY,
@@ -29,6 +30,9 @@ import eagleray
 from eagleray.cli.commands import make_parser
 from eagleray.config.build import field_owners
 from eagleray.config.option_variables import NO_OPTIONS
+from eagleray.serve import build_app_from_args
+from eagleray.serve.defaults import GRACEFUL_SHUTDOWN_SECONDS
+from eagleray.serve.options import serve_config
 from eagleray.server.status import StatusRoutes
 
 DOCUMENTS = [
@@ -135,6 +139,20 @@ def test_rayjob_entrypoint_is_a_command_of_eagleray():
     assert {"name": "data", "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}} in head["volumes"]
     groups = ray_cluster(job)["workerGroupSpecs"]
     assert int(options.data_parallel_size) == sum(group["replicas"] for group in groups)
+
+
+def test_rayservice_names_a_builder_and_options_that_exist():
+    (service,) = documents(DEPLOY / "kuberay" / "rayservice.yaml")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    assert application["import_path"] == f"eagleray.serve:{build_app_from_args.__name__}"
+    options = dict(application["args"])
+    deployment = options.pop("deployment")
+    assert serve_config(options).model.model == options["model"]
+    groups = ray_cluster(service)["workerGroupSpecs"]
+    assert deployment == {"num_replicas": sum(group["replicas"] for group in groups), "max_replicas_per_node": 1}
+    for pod in pods(service):
+        assert pod["terminationGracePeriodSeconds"] >= GRACEFUL_SHUTDOWN_SECONDS + 10
+        assert "serve" in {port["name"] for port in pod["containers"][0]["ports"]}
 
 
 # The image.

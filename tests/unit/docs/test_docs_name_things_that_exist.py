@@ -20,6 +20,14 @@ FOREIGN = {
     *("RAY_preload_python_modules", "py_modules", "working_dir"),  # Ray's
     # files that the reader writes
     *("after.json", "attach.json", "before.json", "file.yaml", "gpu.json", "probe.py", "request.json"),
+    *(
+        "--dashboard-agent-grpc-port",
+        "--dashboard-agent-listen-port",
+        "--dashboard-host",
+        "--metrics-export-port",
+    ),  # Ray's
+    *("--node-ip-address", "--node-manager-port", "--object-manager-port", "--runtime-env-agent-port"),  # Ray's
+    "NCCL_SOCKET_IFNAME",  # NCCL's
     *("Forwarded", "Origin"),  # HTTP's
     *("ForSequenceClassification", "LlamaForSequenceClassification", "MistralModel", "Qwen3Model"),  # architectures
     *("1_Pooling/config.json", "modules.json"),  # files of sentence-transformers
