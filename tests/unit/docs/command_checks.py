@@ -35,7 +35,7 @@ IMAGES = ("eagleray", "eagleray-cuda")
 ELLIPSIS = "…"
 OTHERS = {
     *(":", "cd", "echo", "export", "kill", "source", "wait"),  # the shell's
-    *("bash", "cat", "git", "grep", "hf", "ls", "node", "pgrep", "ray", "rm", "sudo", "timeout"),
+    *("bash", "cat", "git", "grep", "hf", "ls", "node", "pgrep", "ray", "rm", "serve", "sudo", "timeout"),
 }
 """Programs whose arguments are not checked."""
 
