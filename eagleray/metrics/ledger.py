@@ -32,6 +32,9 @@ NUM_RECORDS = 8192
 """Capacity, more than the number of names: buckets are fixed, routes, methods and statuses are few, and engines with
 labels of their own are limited (`requests.MAX_ENGINE_LABELS`)."""
 
+PIECE_BYTES = 256 * RECORD_BYTES
+"""Size of the pieces in which a file is read."""
+
 NAME = msgspec.json.Decoder(tuple[str, ...])
 
 PROCESS = "process"
@@ -103,7 +106,7 @@ class Ledger:
 
     def servers(self) -> dict[int, dict[Labels, float]]:
         """Return the numbers of each server, by name and label values, including servers that have exited."""
-        found = {int(path.name): dict(_records(path.read_bytes())) for path in self._directory.iterdir()}
+        found = {int(path.name): dict(_records(_read(path))) for path in self._directory.iterdir()}
         return dict(sorted(found.items()))
 
     def processes(self) -> dict[int, int]:
@@ -130,6 +133,17 @@ class Ledger:
         # The first byte comes last: whenever this process is killed, a name is there whole or not at all.
         self._bytes[start + 1 : start + NAME_BYTES] = name[1:].ljust(NAME_BYTES - 1, b"\0")
         self._bytes[start] = name[0]
+
+
+def _read(path: Path) -> bytes:
+    """Return the used part of a file, because most of its records are empty."""
+    data = b""
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(PIECE_BYTES):
+            data += piece
+            if piece[-RECORD_BYTES:].startswith(b"\0"):  # the last record is empty, and so are all behind it
+                break
+    return data
 
 
 def _records(data: bytes) -> Iterator[tuple[Labels, float]]:
