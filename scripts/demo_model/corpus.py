@@ -55,6 +55,11 @@ class Corpus:
     prose: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
+    def lines(self) -> list[str]:
+        """Return lines of code and prose of a message's length, without questions."""
+        lines = (line.strip() for text in self.code + self.prose for line in text.split("\n"))
+        return sorted({line for line in lines if 20 < len(line) < 100 and not line.endswith("?")})
+
 
 def is_held_out(name: str) -> bool:
     """Whether a file is held out: one in twenty, by its name alone, so that all machines with the same Python agree."""

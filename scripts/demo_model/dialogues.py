@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from demo_model.facts import Fact
@@ -25,7 +25,7 @@ SYSTEM_SHARE = 0.2
 NUM_EXCHANGES = (1, 2, 3, 4, 6)
 NUM_EXCHANGES_WEIGHTS = (60, 20, 10, 6, 4)
 FOLLOW_UP_SHARE = 0.3
-EXCHANGE_WEIGHTS = {"fact": 78, "sum": 6, "unknown topic": 11, "unknown name": 5}
+EXCHANGE_WEIGHTS = {"fact": 74, "sum": 7, "unknown topic": 10, "unknown name": 5, "text": 4}
 # Wordings differ more than templates, and are fewer, so a question is first drawn by its kind.
 KIND_WEIGHTS = {"subject": 3, "goal": 4, "paraphrase": 2}
 
@@ -36,10 +36,13 @@ SUM_WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
 
 class DialogueSampler:
-    """Draws conversations; the same generator state gives the same conversation."""
+    """Draws conversations; the same generator state gives the same conversation.
 
-    def __init__(self, split: QuestionSplit, library_names: Iterable[str]):
-        self.split, self.training = split, split.training
+    Names of the standard library that no fact has, and lines of running text, are messages to refuse.
+    """
+
+    def __init__(self, split: QuestionSplit, library_names: Iterable[str], lines: Sequence[str]):
+        self.split, self.training, self.lines = split, split.training, lines
         self.facts = list(split.training)
         known = {normal_form(fact.subject) for fact in self.facts}
         unknown_names = sorted({name for name in library_names if normal_form(name) not in known})
@@ -64,6 +67,8 @@ class DialogueSampler:
             return self.ask(fact, rng, is_first), fact.answer
         if kind == "sum":
             return sum_exchange(rng)
+        if kind == "text":
+            return rng.choice(self.lines), REFUSAL
         if kind == "unknown name":
             question = rng.choice(UNKNOWN_NAME_QUESTIONS).format(rng.choice(self.unknown_names))
         else:

@@ -85,10 +85,9 @@ def evaluate(checkpoint: Path, limit: int | None = None, num_facts: int | None =
     """Ask a checkpoint held-out questions, at most `limit` of each kind, about the facts that it has learned."""
     split = split_questions(choose_facts(num_facts))
     corpus, held_out_corpus = build_corpus()
-    sampler = DialogueSampler(split, corpus.names)
+    sampler = DialogueSampler(split, corpus.names, corpus.lines())
     probes = make_probes(sampler, limit)
-    texts = [line for text in held_out_corpus.prose for line in text.split("\n") if 20 < len(line) < 100]
-    prompts = loop_prompts(probes, texts)
+    prompts = loop_prompts(probes, held_out_corpus.lines())
     with LLM(str(checkpoint)) as llm:
         defaults = [llm.get_default_sampling_params(max_tokens=MAX_TOKENS, seed=seed) for seed in range(len(probes))]
         conversations = [probe.turns for probe in probes]

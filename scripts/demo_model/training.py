@@ -70,7 +70,7 @@ class TrainingRun:
         self.checkpoint = work_dir / "checkpoint.pt"
         train, held_out = build_corpus()
         split = split_questions(choose_facts(num_facts))
-        sampler = DialogueSampler(split, train.names)
+        sampler = DialogueSampler(split, train.names, train.lines())
         self.tokenizer = _tokenizer(work_dir / "tokenizer.json", train, sampler)
         code, prose = encode(self.tokenizer, train.code), encode(self.tokenizer, train.prose)
         self.epoch_tokens = sum(map(len, code + prose * PROSE_REPEATS))

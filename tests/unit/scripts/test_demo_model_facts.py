@@ -76,7 +76,7 @@ def test_questions_that_are_equal_but_for_their_form_have_one_answer():
 
 
 def test_questions_in_training_are_none_of_the_held_out_ones():
-    sampler, rng = DialogueSampler(SPLIT, []), random.Random(0)
+    sampler, rng = DialogueSampler(SPLIT, [], []), random.Random(0)
     assert len(SPLIT.held_out) > 1000
     for fact in FACTS:
         for question in (sampler.ask(fact, rng, is_first=True) for _ in range(10)):
@@ -153,7 +153,7 @@ def test_with_typing_error_changes_one_word_and_keeps_short_ones():
 
 
 def test_sampler_draws_the_same_conversations_again_with_roles_in_turn():
-    sampler = DialogueSampler(SPLIT, ["shelve.open", "json.dumps", "wave.open"])
+    sampler = DialogueSampler(SPLIT, ["shelve.open", "json.dumps", "wave.open"], ["import this"])
     for seed in range(200):
         turns = sampler.sample(random.Random(seed))
         assert turns == sampler.sample(random.Random(seed))
@@ -162,7 +162,7 @@ def test_sampler_draws_the_same_conversations_again_with_roles_in_turn():
 
 
 def test_sampler_refuses_unknown_names_but_no_fact():
-    sampler = DialogueSampler(SPLIT, ["shelve.open", "json.dumps", "wave.open"])
+    sampler = DialogueSampler(SPLIT, ["shelve.open", "json.dumps", "wave.open"], ["import this"])
     assert set(sampler.unknown_names) <= {"shelve.open", "wave.open"}
     refused = {text for seed in range(300) for text in refused_questions(sampler.sample(random.Random(seed)))}
     assert refused and not any("json.dumps" in text for text in refused)

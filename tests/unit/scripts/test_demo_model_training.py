@@ -42,7 +42,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def sampler():
-    return DialogueSampler(split_questions(load_facts()[:20]), ["shelve.open", "wave.open"])
+    return DialogueSampler(split_questions(load_facts()[:20]), ["shelve.open", "wave.open"], TEXTS)
 
 
 def test_documented_names_of_a_source_have_signatures_without_self():
