@@ -126,8 +126,7 @@ class GenerationCalls:
         if errors not in ("raise", "return"):
             raise InvalidRequest(f"`errors` must be raise or return, but it is {errors!r}", param="errors")
         count = len(batch.prompts)
-        default: OneParams = self._instance.default_sampling_params()
-        given = default if batch.params is None else batch.params
+        given = self._instance.default_sampling_params() if batch.params is None else batch.params
         all_params = [given] * count if isinstance(given, Mapping) else one_for_each(given, count, "sampling_params")
         priorities = one_for_each(batch.priority or 0, count, "priority")
         requests = one_for_each(batch.lora_request, count, "lora_request")

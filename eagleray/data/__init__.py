@@ -7,6 +7,7 @@ from eagleray.data import requirements
 
 requirements.check()
 
+from eagleray.data.options import StageKeywords  # noqa: E402
 from eagleray.data.pipeline import classify, embed, generate, score  # noqa: E402
 
-__all__ = ["classify", "embed", "generate", "score"]
+__all__ = ["StageKeywords", "classify", "embed", "generate", "score"]

@@ -75,7 +75,11 @@ def params_of(row: Row, defaults: Mapping[str, Any], *, column: str | None, seed
         given["seed"] = row[seed]
     if isinstance(biases := given.get("logit_bias"), Mapping):  # names of Arrow's fields are texts
         given["logit_bias"] = {_token_id(token): bias for token, bias in biases.items()}
-    params = as_params(given)
+    return one_completion(as_params(given))
+
+
+def one_completion(params: SamplingParams) -> SamplingParams:
+    """Return the parameters. Raises `InvalidRequest` if they ask for several completions."""
     if params.n != 1:
         raise InvalidRequest(f"a row has one completion, but `n` is {params.n}: repeat the row instead", param="n")
     return params

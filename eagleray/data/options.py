@@ -13,22 +13,40 @@ OnError = Literal["return", "raise"]
 
 ROWS_PER_BLOCK = 64
 
+ONE_CLUSTER = "the actors of a stage use the cluster of the pipeline: connect to it by `ray.init`"
+OWN_GROUPS = "each actor has a placement group of its own: leave it out, and see `actor_options`"
+ALL_RANKS = "each actor has all of its engines: set `data_parallel_size`, and `num_actors` for more"
+
+REFUSED = {
+    "ray_address": ONE_CLUSTER,
+    "placement_group": OWN_GROUPS,
+    "bundle_indices": OWN_GROUPS,
+    "data_parallel_rank": ALL_RANKS,
+    "data_parallel_start_rank": ALL_RANKS,
+    "data_parallel_size_local": ALL_RANKS,
+    "instance_name": "several actors cannot have one name: leave it out",
+}
+"""Options of `LLM` that a stage refuses, with the reason."""
+
 
 class StageKeywords(LLMKeywords, total=False):
-    """Options of a stage, and those of `LLM`."""
+    """Options of a stage, and those of `LLM`.
+
+    `errors`: with return, which is the default, a row that is wrong or fails alone has nulls in the new columns, and
+    its code and message in the column `error`; with raise the pipeline ends with an error that shows the row.
+
+    `output_prefix`: text before the names of the new columns; empty by default. `num_actors`: number of actors, each
+    with engines of its own, or the least and the greatest number; 1 by default. `rows_per_block`: number of rows of a
+    block, all of which are computed again if their actor is killed; 64 by default. `actor_options`: keywords of
+    `map_batches`, such as `num_gpus`, `memory`, `label_selector` or `runtime_env`; by default an actor reserves what
+    its workers need.
+    """
 
     errors: OnError
-    """With return, which is the default, a row that is wrong or fails alone has nulls in the new columns, and its code
-    and message in the column `error`. With raise the pipeline ends with an error that shows the row."""
     output_prefix: str
-    """Text before the names of the new columns; empty by default."""
     num_actors: int | tuple[int, int]
-    """Number of actors, each with engines of its own, or the least and the greatest number; 1 by default."""
     rows_per_block: int
-    """Number of rows of a block, which is what is computed again if an actor is killed; 64 by default."""
     actor_options: Mapping[str, Any]
-    """Keywords of `map_batches`, such as `num_gpus`, `memory`, `label_selector` or `runtime_env`. By default an actor
-    reserves what its workers need."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,10 @@ class StageOptions:
 
 
 def split_options(given: StageKeywords) -> tuple[StageOptions, LLMKeywords]:
-    """Return the options of the stage, and those of the engines."""
+    """Return the options of the stage, and those of the engines. Raises `ConfigError`."""
+    for name, reason in REFUSED.items():
+        if given.get(name) is not None:
+            raise ConfigError(f"option `{name}`: {reason}")
     names = {one.name for one in fields(StageOptions)}
     own: dict[str, Any] = {name: value for name, value in given.items() if name in names}
     others: Any = {name: value for name, value in given.items() if name not in names}

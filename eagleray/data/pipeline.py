@@ -13,6 +13,7 @@ from eagleray.client.pooling import PoolingParams
 from eagleray.config.resolve import executor_name
 from eagleray.config.sections import Config
 from eagleray.data import reservation
+from eagleray.data.columns import one_completion
 from eagleray.data.options import StageKeywords, split_options
 from eagleray.data.outputs import GENERATION, ROUTED_EXPERTS
 from eagleray.data.stage_actor import StageActor
@@ -59,7 +60,7 @@ def generate(
     _check_outputs(outputs)
     if ROUTED_EXPERTS in outputs:
         options["enable_return_routed_experts"] = True
-    params = None if sampling_params is None else as_params(sampling_params)
+    params = None if sampling_params is None else one_completion(as_params(sampling_params))
     stage = GenerationStage(
         prompt_column=prompt_column,
         messages_column=messages_column,

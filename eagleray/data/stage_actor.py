@@ -71,7 +71,7 @@ class StageActor:
     async def _compute_all(self, rows: Sequence[Row]) -> list[RowOutput]:
         tasks = [asyncio.create_task(self._compute_one(index, row)) for index, row in enumerate(rows)]
         try:
-            return await asyncio.gather(*tasks)
+            return await self._instance.guard(_gather(tasks))
         finally:
             for task in tasks:
                 task.cancel()
@@ -86,6 +86,10 @@ class StageActor:
                 if self._errors == "raise":
                     raise _with_row(error, index, row) from None
                 return error
+
+
+async def _gather(tasks: Sequence[asyncio.Task[RowOutput]]) -> list[RowOutput]:
+    return await asyncio.gather(*tasks)
 
 
 def _with_row(error: EagleRayError, index: int, row: Row) -> EagleRayError:

@@ -13,13 +13,11 @@ from eagleray.client.pooling import PoolingParams
 from eagleray.config.lora_modules import lora_modules
 from eagleray.data.columns import Row, adapter_of, messages_of, params_of, prompt_of, text_of
 from eagleray.data.outputs import GENERATION, ROUTED_EXPERTS
-from eagleray.generation_calls import GenerationCalls, PromptBatch
 from eagleray.instance import LocalInstance
 from eagleray.lora import LoRARequest, LoraRequests
 from eagleray.messages.sampling import SamplingParams
 from eagleray.pooling_calls import PoolingCalls
 from eagleray.prompts import PromptLike, chat_prompts
-from eagleray.row_errors import RequestError
 
 ComputeRow = Callable[[Row], Awaitable[dict[str, Any]]]
 """Returns the values of a row's new columns. Raises one of `ROW_ERRORS` for a row that is wrong or fails."""
@@ -61,19 +59,23 @@ class GenerationStage:
 
     def open(self, instance: LocalInstance) -> ComputeRow:
         loras = LoraRequests(instance.client, instance.control)
-        calls = GenerationCalls(instance, loras)
-        own = self.sampling_params or instance.default_sampling_params()
+        own = self._with_outputs(self.sampling_params or instance.default_sampling_params())
         defaults = {name: getattr(own, name) for name in own.__struct_fields__}
+        have_same_params = self.sampling_params_column is None and self.seed_column is None
         adapters = {name: LoRARequest(name, number) for number, name in enumerate(lora_modules(instance.config), 1)}
 
         async def compute(row: Row) -> dict[str, Any]:
-            params = params_of(row, defaults, column=self.sampling_params_column, seed=self.seed_column)
-            adapter = adapter_of(row, self.lora_column, adapters)
-            lora_request = None if adapter is None else adapters[adapter]
-            batch = PromptBatch(0, [self._prompt(row, instance)], [self._with_outputs(params)], None, lora_request)
-            (output,) = await calls.complete(batch, "return", use_tqdm=False)
-            if isinstance(output, RequestError):
-                raise output.error
+            params = own
+            if not have_same_params:
+                changed = params_of(row, defaults, column=self.sampling_params_column, seed=self.seed_column)
+                params = self._with_outputs(changed)
+            name = adapter_of(row, self.lora_column, adapters)
+            adapter = None if name is None else await loras.find(adapters[name])
+            stream = instance.generate(self._prompt(row, instance), params, adapter=adapter)
+            try:
+                output = await stream.result()
+            finally:
+                stream.abort()
             return {name: GENERATION[name].value(output) for name in self.outputs}
 
         return compute

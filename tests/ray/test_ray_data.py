@@ -76,6 +76,7 @@ def test_generate_actors_that_no_node_can_hold_are_refused(cluster: str) -> None
         ({"outputs": ["text"]}, ConfigError, "`outputs` has no column 'text': take some of generated_text, "),
         ({"outputs": "generated_text"}, ConfigError, "`outputs` must be a list"),
         ({"sampling_params": {"max_token": 3}}, InvalidRequest, "no field 'max_token'"),
+        ({"sampling_params": {"n": 2}}, InvalidRequest, "a row has one completion"),
     ],
 )
 def test_generate_wrong_arguments_are_named_at_once(

@@ -24,6 +24,11 @@ def test_split_options_divides_stage_and_engine() -> None:
     assert engine == {"max_num_seqs": 8}
 
 
+def test_split_options_option_of_one_instance_is_refused() -> None:
+    with pytest.raises(ConfigError, match="option `placement_group`: each actor has a placement group of its own"):
+        split_options({"placement_group": "group"})
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -28,9 +28,13 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self.failed: asyncio.Future[None] = self.loop.create_future()
         client = SimpleNamespace(engine_info=None)
-        self.instance = SimpleNamespace(client=client, supervisor=SimpleNamespace(failed=self.failed))
+        supervisor = SimpleNamespace(failed=self.failed)
+        self.instance = SimpleNamespace(client=client, supervisor=supervisor, guard=self.guard)
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
+
+    async def guard(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await work
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
