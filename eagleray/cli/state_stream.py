@@ -34,7 +34,7 @@ class StateStream:
         self._headers = {"Accept": "text/event-stream"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def __iter__(self) -> Iterator[DashboardState]:
-        """Yield the states until the server stops.
+        """Yield the states until the stream ends, which happens from time to time, and when the server stops.
 
         Raises `UserError` if the server refuses or is another one, and `Unavailable` if it does not answer, cannot at
         present, or is lost.

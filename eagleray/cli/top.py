@@ -102,15 +102,18 @@ class _Screen:
                     live.update(lines, refresh=True)
 
     def _read(self, states: Iterator[DashboardState]) -> None:
+        is_stopping = False
         while True:
             try:
                 for state in states:
                     self._news.put(state)
-                self._news.put(Unavailable("the server stopped"))
+                    is_stopping = state.state == "stopping"
+                if is_stopping:
+                    raise Unavailable("the server stopped")
             except EagleRayError as error:
                 self._news.put(error)
             time.sleep(RETRY_SECONDS)
-            states = iter(self._stream)
+            states = iter(self._stream)  # streams are ended from time to time
 
     def _take_news(self) -> bool:
         """Handle what the thread has read. Return whether there was anything."""

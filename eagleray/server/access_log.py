@@ -25,18 +25,19 @@ MAX_PATH_CHARS = 200
 class AccessLog:
     """Writes the lines, except for routes that the option `disable_access_log_for_endpoints` names.
 
-    Probes and scrapes (`open_paths`) come every few seconds, so they have lines only if their answer is an error.
+    Probes, scrapes and pages come to `polled_paths` every few seconds, so these have lines only if the answer is an
+    error.
     """
 
-    def __init__(self, options: ServingConfig, open_paths: Collection[str]) -> None:
+    def __init__(self, options: ServingConfig, polled_paths: Collection[str]) -> None:
         self._is_on = not options.disable_uvicorn_access_log and logger.isEnabledFor(logging.INFO)
         named = (options.disable_access_log_for_endpoints or "").split(",")
         self._silent = frozenset(normalized(path.strip(), "") for path in named if path.strip())
-        self._open_paths = frozenset(open_paths)
+        self._polled_paths = frozenset(polled_paths)
 
     def write(self, scope: Scope, route: str, status: int, seconds: float, request_id: str) -> None:
         """Log a request to `route`, the pattern of its path, that was answered after these seconds."""
-        if not self._is_on or route in self._silent or (status < 400 and route in self._open_paths):
+        if not self._is_on or route in self._silent or (status < 400 and route in self._polled_paths):
             return
         entry = {"request_id": request_id, "method": scope["method"], "path": _path(scope), "status": status}
         entry["milliseconds"] = round(1000 * seconds, 1)

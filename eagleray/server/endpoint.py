@@ -68,7 +68,8 @@ class Operation(NamedTuple):
 
 class Endpoint:
     """A URL pattern and its operations, as an ASGI application. `is_open`: whether it needs no API key. `is_control`:
-    whether it needs the rights of a control route, see `KeyCheck`. `error_form`: form of errors; None: OpenAI's."""
+    whether it needs the rights of a control route, see `KeyCheck`. `is_polled`: whether clients ask for it all the
+    time, so that only errors are logged, as for open endpoints. `error_form`: form of errors; None: OpenAI's."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class Endpoint:
         *,
         is_open: bool = False,
         is_control: bool = False,
+        is_polled: bool = False,
         error_form: ErrorForm | None = None,
         **operations: Operation,
     ) -> None:
@@ -85,6 +87,7 @@ class Endpoint:
         """Path for people and OpenAPI, such as `/models/{name}`."""
         self.is_open = is_open
         self.is_control = is_control
+        self.is_polled = is_polled
         self.error_form = error_form
         self.operations = {method.upper(): operation for method, operation in operations.items()}
 
@@ -122,7 +125,8 @@ class RequestMiddleware:
         self._keys = KeyCheck(open_paths=self.open_paths, control_paths=self._control_paths, config=config)
         self._error_forms = {endpoint.path: form for endpoint in endpoints if (form := endpoint.error_form)}
         self._metrics = metrics
-        self._access_log = AccessLog(config.serving, self.open_paths) if has_access_log else None
+        polled = {endpoint.path for endpoint in endpoints if endpoint.is_open or endpoint.is_polled}
+        self._access_log = AccessLog(config.serving, polled) if has_access_log else None
         self._has_local_clients = has_local_clients
         self._cross_origin = CrossOrigin(config.serving)
         self._takes_origins = bool(config.serving.allowed_origins)

@@ -74,6 +74,10 @@ DASHBOARD_INTERVAL_SECONDS = 1.0
 DASHBOARD_PAUSE_SECONDS = 0.1
 """Least interval, for times when members join or leave in quick succession."""
 
+DASHBOARD_STREAM_SECONDS = 30.0
+"""Time after which a stream of states ends and the page opens another: Ray Serve waits for the requests of a replica
+that it takes down, and does not tell the replica."""
+
 # Stopping
 
 DRAIN_POLL_SECONDS = 0.02

@@ -15,7 +15,7 @@ import msgspec
 
 from eagleray.config.sections import Config
 from eagleray.errors import Unavailable
-from eagleray.identity import ClientId, EngineId
+from eagleray.identity import ClientId, EngineId, display_name
 from eagleray.messages.membership import EngineInfo
 from eagleray.server.connection_limit import DEFAULT_CONNECTIONS
 from eagleray.server.dashboard.expert_window import ExpertWindow
@@ -24,7 +24,7 @@ from eagleray.server.dashboard.sampler import Sampler
 from eagleray.server.dashboard.state import DashboardState, Traffic
 from eagleray.server.http_responses import Emit
 from eagleray.server.service import Service
-from eagleray.server.timeouts import DASHBOARD_INTERVAL_SECONDS, DASHBOARD_PAUSE_SECONDS
+from eagleray.server.timeouts import DASHBOARD_INTERVAL_SECONDS, DASHBOARD_PAUSE_SECONDS, DASHBOARD_STREAM_SECONDS
 
 MAX_STREAMS = 16
 CONNECTIONS_PER_STREAM = 8
@@ -60,8 +60,10 @@ class DashboardFeed:
             )
 
     async def stream(self, emit: Emit) -> None:
-        """Send the state until the server stops. Experts are sent when they have changed."""
+        """Send the state until the server stops, for `DASHBOARD_STREAM_SECONDS` at most. Experts are sent when they
+        have changed."""
         changed, experts_version = asyncio.Event(), -1
+        deadline = time.monotonic() + DASHBOARD_STREAM_SECONDS
         self._streams.add(changed)
         try:
             while True:
@@ -71,7 +73,7 @@ class DashboardFeed:
                     state = msgspec.structs.replace(state, experts=None)
                 experts_version = self._experts.version
                 await emit(state)
-                if self._client.stopping.is_set():
+                if self._client.stopping.is_set() or time.monotonic() >= deadline:
                     return
                 await asyncio.sleep(DASHBOARD_PAUSE_SECONDS)
                 with contextlib.suppress(TimeoutError):
@@ -99,6 +101,7 @@ class DashboardFeed:
         return DashboardState(
             time=time.time(),
             version=self._service.version,
+            instance=display_name(client.client_id.instance),
             model=self._service.model_name,
             server=client.client_id.label,
             state="stopping" if client.stopping.is_set() else client.state.name if client.engines else "down",

@@ -49,7 +49,7 @@ class DashboardRoutes:
             stream_event=DashboardState,
             error_statuses=(503,),
         )
-        return [Endpoint("/dashboard", is_open=True, get=page), Endpoint("/dashboard/state", get=state)]
+        return [Endpoint("/dashboard", is_open=True, get=page), Endpoint("/dashboard/state", is_polled=True, get=state)]
 
     async def show_page(self, request: Request) -> Response:
         return Response(self._page, headers=self._headers)

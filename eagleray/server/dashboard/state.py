@@ -108,6 +108,7 @@ class ExpertHeat(msgspec.Struct, frozen=True, kw_only=True):
 class DashboardState(msgspec.Struct, frozen=True, kw_only=True):
     time: UnixTime
     version: str
+    instance: Annotated[str, Meta(description="Name of the instance, such as that of a replica of Ray Serve.")]
     model: str
     server: Annotated[str, Meta(description="Label of the API server that answers.")]
     state: Annotated[

@@ -46,6 +46,7 @@ LATENCY = LatencySummary(count=10, mean=0.0314, p50=0.03, p95=1.5)
 STATE = DashboardState(
     time=1000.0,
     version="1",
+    instance="5ac33f10",
     model="tiny",
     server="client-0",
     state="serving",

@@ -162,6 +162,18 @@ def test_dashboard_stream_ends_when_the_server_stops(api):
     assert api.get("/dashboard/state", headers={"Accept": "text/event-stream"}).status_code == 503
 
 
+def test_dashboard_stream_ends_after_a_time(api, monkeypatch):
+    async def watch():
+        stream = Watch(api.app)
+        async with asyncio.timeout(10):
+            await stream.task
+        assert [state.state for state in stream.states] == ["serving"]
+        assert stream.text.endswith("data: [DONE]\n\n")
+
+    monkeypatch.setattr(feed, "DASHBOARD_STREAM_SECONDS", 0.0)
+    api.run(watch())
+
+
 def test_dashboard_streams_beyond_the_limit_are_refused(checkpoint):
     async def fill(api, limit):
         streams = [Watch(api.app) for _ in range(limit)]

@@ -282,6 +282,7 @@
       state.cause === null ? state.state : `${state.state}: ${state.cause}`,
       `${numServing} of ${plural(state.engines.length, "engine")}`,
       `weights ${state.weight_version}`,
+      `instance ${state.instance}`,
       `version ${state.version}`,
     ].join(" · "));
     showTiles(state);
@@ -349,6 +350,7 @@
     const mine = (connection = new AbortController());
     const key = sessionStorage.getItem(KEY_ITEM);
     let reason = "the connection was lost";
+    let isStopping = true;
     try {
       const headers = { Accept: "text/event-stream", ...(key === null ? {} : { Authorization: `Bearer ${key}` }) };
       const response = await fetch(`${BASE}/state`, { headers, cache: "no-store", signal: mine.signal });
@@ -364,6 +366,11 @@
           [heardAt, numFailures, problem] = [Date.now(), 0, ""];
           showConnection();
           show(state);
+          isStopping = state.state === "stopping";
+        }
+        if (connection === mine && !isStopping) {
+          retry = setTimeout(connect, RETRY_MS[0]); // streams are ended from time to time
+          return;
         }
         reason = "the server stopped";
       } else {
