@@ -6,6 +6,7 @@ The first word behind its fence says what a block has: `sh` commands, `console` 
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ HERE_DOCUMENT = re.compile(r"<<-?'?(\w+)'?.*?^\1$", re.M | re.S)
 OPERATORS = ";&|<>"
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 PROMPT = "$ "
+TYPED = re.compile(r"^\$ (?:.*\\\n)*.*\n", re.M)
+"""A line behind the prompt, with those that continue it."""
 RUN = "run"
 
 
@@ -37,10 +40,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A program with its arguments, and the variables that are set for it."""
+    """A program with its arguments, without the variables that are set for it."""
 
     words: tuple[str, ...]
-    variables: tuple[str, ...] = ()
 
     @property
     def program(self) -> str:
@@ -59,8 +61,7 @@ def shell_text(block: Block) -> str:
     """Return the lines of a block that a shell would read."""
     if block.language == "sh":
         return block.text
-    typed = (line for line in block.text.splitlines() if line.startswith(PROMPT))
-    return "".join(f"{line.removeprefix(PROMPT)}\n" for line in typed)
+    return "".join(typed.removeprefix(PROMPT) for typed in TYPED.findall(block.text))
 
 
 def commands(text: str) -> Iterator[Command]:
@@ -94,13 +95,8 @@ def _split(words: list[str]) -> Iterator[Command]:
             if current and current[-1].isdigit():
                 current.pop()
         elif set(word) <= set(OPERATORS):
-            if current:
-                yield _command(current)
+            if program := tuple(itertools.dropwhile(ASSIGNMENT.match, current)):
+                yield Command(program)
             current = []
         else:
             current.append(word)
-
-
-def _command(words: list[str]) -> Command:
-    count = next((index for index, word in enumerate(words) if not ASSIGNMENT.match(word)), len(words))
-    return Command(tuple(words[count:]) or (":",), tuple(words[:count]))

@@ -20,6 +20,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/ray_serve.md",
         "docs/ray_data.md",
         "docs/rl_rollouts.md",
+        "docs/routed_experts.md",
         "docs/deployment.md",
         "docs/serving.md",
         "docs/dashboard.md",
@@ -37,7 +38,6 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         f"{REFERENCE}/python.md",
         f"{REFERENCE}/metrics.md",
         "docs/rl.md",
-        "docs/routed_experts.md",
         "docs/limits.md",
         "docs/glossary.md",
         "eagleray/demo_model/MODEL_CARD.md",
@@ -58,8 +58,8 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     "Performance": ("docs/performance.md",),
 }
 
-DECISIONS = "docs/decisions"
-"""Folder whose pages are below its own README.md."""
+BELOW = {"docs/decisions/README.md": "[0-9]*.md", "examples/README.md": "*/README.md"}
+"""Patterns of the pages that are listed below a page, relative to its folder."""
 
 
 def listed_pages() -> list[str]:
@@ -74,9 +74,15 @@ def toctrees(root: Path) -> str:
     )
 
 
-def decisions_toctree(root: Path) -> str:
-    """Return the table of contents of the decisions, by their numbers."""
-    return _toctree(sorted(path.name for path in (root / DECISIONS).glob("[0-9]*.md")))
+def pages_below(root: Path, page: str) -> list[str]:
+    """Return the paths of the pages below `page`, relative to its folder."""
+    folder = (root / page).parent
+    return sorted(str(path.relative_to(folder)) for path in folder.glob(BELOW[page])) if page in BELOW else []
+
+
+def toctree_below(root: Path, page: str) -> str:
+    """Return the table of contents of the pages below `page`."""
+    return _toctree(pages_below(root, page))
 
 
 def _toctree(pages: Sequence[str], caption: str = "") -> str:

@@ -45,10 +45,9 @@ def _module(name: str) -> str:
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return the names that a module exports: those of `__all__`, or else the classes that it defines."""
-    if hasattr(module, "__all__"):
-        return [name for name in module.__all__ if not name.startswith("__")]
-    return [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    """Return the names that a module exports: those of `__all__`, or else those that it defines."""
+    defined = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    return [name for name in getattr(module, "__all__", defined) if not name.startswith("_")]
 
 
 def _entry(name: str, value: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from docs_site import cli_page, flag_table, http_page, metrics_page, options_page, python_page
-from docs_site.navigation import DECISIONS, INDEX, REFERENCE, decisions_toctree, listed_pages, toctrees
+from docs_site.navigation import BELOW, INDEX, REFERENCE, listed_pages, pages_below, toctree_below, toctrees
 
 PAGES: dict[str, Callable[[], str]] = {
     "cli": cli_page.page,
@@ -41,21 +41,23 @@ def write_sources(root: Path, stage: Path) -> None:
         target.write_text(Links(root, stage, document, documents).rewrite(text), "utf-8")
     with (stage / INDEX).open("a", encoding="utf-8") as index:
         index.write(f"\n{toctrees(stage)}")
-    with (stage / DECISIONS / README).open("a", encoding="utf-8") as decisions:
-        decisions.write(f"\n{decisions_toctree(stage)}")
+    for page in BELOW.keys() & documents:
+        with (stage / page).open("a", encoding="utf-8") as parent:
+            parent.write(f"\n{toctree_below(stage, page)}")
 
 
 def documents_below(root: Path) -> Iterator[str]:
     """Yield the paths of the documents of the site, but for the README."""
     yield from (str(path.relative_to(root)) for path in (root / "docs").rglob("*.md"))
-    yield from (
-        page for page in listed_pages() if not page.startswith(("docs/", f"{REFERENCE}/")) and (root / page).exists()
-    )
+    for page in listed_pages():
+        if (root / page).exists():
+            yield page
+            yield from (posixpath.join(posixpath.dirname(page), below) for below in pages_below(root, page))
 
 
 class Links:
-    """Links of a document. A file that is no page is copied beside the pages; a folder, and a document that the
-    navigation leaves out, have no link."""
+    """Links of a document. A file that is no page is copied beside the pages. A link to a folder leads to its README; a
+    folder without one, and a document that the navigation leaves out, have no link."""
 
     def __init__(self, root: Path, stage: Path, document: str, documents: set[str]) -> None:
         self._root = root
@@ -70,9 +72,9 @@ class Links:
         if "://" in link["target"]:
             return link[0]
         path = posixpath.normpath(posixpath.join(self._folder, link["target"]))
-        if path == README:
-            target = posixpath.relpath(INDEX, self._folder or ".")
-            return f"[{link['text']}]({target}{link['anchor'] or ''})"
+        page = INDEX if path == README else f"{path}/{README}"
+        if path == README or page in self._documents:
+            return f"[{link['text']}]({posixpath.relpath(page, self._folder or '.')}{link['anchor'] or ''})"
         is_page = path in self._documents
         if (self._root / path).is_dir() or (path.endswith(".md") and not is_page and (self._root / path).exists()):
             return link["text"]

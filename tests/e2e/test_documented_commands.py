@@ -26,7 +26,8 @@ esac
 exec {python} -m eagleray.cli.main "$@"
 """
 """Program `eagleray` whose requests go to the server of the test."""
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+"""Documents without those of examples/, which `make examples` executes."""
 FOUND = [
     block
     for path in DOCUMENTS

@@ -34,7 +34,7 @@ IMAGES = ("eagleray", "eagleray-cuda")
 """Names that documents give to images of deploy/Dockerfile."""
 ELLIPSIS = "…"
 OTHERS = {
-    *(":", "cd", "echo", "export", "kill", "source", "wait"),  # the shell's
+    *("cd", "echo", "export", "kill", "source", "wait"),  # the shell's
     *("bash", "cat", "git", "grep", "hf", "ls", "node", "pgrep", "ray", "rm", "serve", "sudo", "timeout"),
 }
 """Programs whose arguments are not checked."""

@@ -32,10 +32,11 @@ def repository(tmp_path):
     files = {
         "README.md": "# Title\n\n[page](docs/models.md)\n",
         "docs/models.md": "[top](../README.md#title) [code](../eagleray/llm.py) "
-        "[folder](decisions) [left out](../notes.md) [far](https://ray.io)\n",
+        "[folder](decisions) [other](pictures) [left out](../notes.md) [far](https://ray.io)\n",
         "docs/decisions/README.md": "# Decisions\n",
         "docs/decisions/0001-rows.md": "# 1. Rows\n",
         "eagleray/llm.py": "text\n",
+        "docs/pictures/a.svg": "",
         "notes.md": "# Notes\n",
     }
     for path, text in files.items():
@@ -63,7 +64,10 @@ def test_write_sources_links_lead_to_pages_and_copies(repository, tmp_path, monk
     monkeypatch.setattr(stage, "PAGES", {"cli": lambda: "# Command line\n"})
     stage.write_sources(repository, tmp_path / "to")
     models = (tmp_path / "to/docs/models.md").read_text()
-    assert models == "[top](../index.md#title) [code](../eagleray/llm.py) folder left out [far](https://ray.io)\n"
+    assert models == (
+        "[top](../index.md#title) [code](../eagleray/llm.py) [folder](decisions/README.md) other left out "
+        "[far](https://ray.io)\n"
+    )
     assert (tmp_path / "to/eagleray/llm.py").read_text() == "text\n"
     index = (tmp_path / "to" / INDEX).read_text()
     assert index.startswith("# Title\n\n[page](docs/models.md)\n")
