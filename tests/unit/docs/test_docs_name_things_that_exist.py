@@ -18,7 +18,7 @@ FOREIGN = {
     *("MainProcess", "WatchedFileHandler"),  # Python's
     *("FF", "RCVHWM", "SNDHWM", "nil"),  # bytes and options of zmq, MessagePack's null
     *("RAY_preload_python_modules", "py_modules", "working_dir"),  # Ray's
-    *("serveConfigV2", "--app-dir", "histogram_quantile"),  # of KubeRay, of `serve run`, of Prometheus
+    *("--app-dir", "histogram_quantile"),  # of `serve run`, of Prometheus
     "ray_eagleray_generation_tokens_total",  # the name of a metric of eagleray in Ray's
     # files that the reader writes
     *("after.json", "attach.json", "before.json", "file.yaml", "gpu.json", "probe.py", "request.json"),
