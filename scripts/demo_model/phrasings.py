@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 from demo_model.facts import Fact
 
@@ -161,7 +161,7 @@ def is_drawn(*texts: str) -> bool:
     return hash_of(*texts) % 100 < HELD_OUT_PERCENT
 
 
-@cache
+@lru_cache(maxsize=100_000)
 def normal_form(question: str) -> str:
     """Return a question without the differences that `as_typed` makes, except typing errors."""
     return ADDED.sub("", " ".join(question.replace("`", "").split())).lower()
