@@ -16,6 +16,7 @@ from demo_model.dialogues import REFUSAL, DialogueSampler, sum_exchange, unknown
 from demo_model.facts import Fact, evaluate, load_facts, parse_fact
 from demo_model.phrasings import TEMPLATES, normal_form, phrasings_of, reworded, split_questions, with_typing_error
 
+from eagleray.cli.commands import COMMANDS
 from eagleray.cli.serve import add_arguments
 
 ROOT = Path(__file__).parents[3]
@@ -133,6 +134,20 @@ def test_routes_in_facts_are_routes_of_the_server():
     sources = "".join(path.read_text() for path in (ROOT / "eagleray" / "server").rglob("*.py"))
     routes = [fact.subject for fact in of_kind("route")]
     assert len(routes) > 30 and [route for route in routes if f'"{route}"' not in sources] == []
+
+
+def test_commands_functions_and_files_in_facts_exist():
+    text = "\n".join(fact.answer for fact in FACTS if fact.topic == "eagleray")
+    commands = set(re.findall(r"Run `?eagleray ([a-z-]+)", text))
+    assert len(commands) >= 8 and commands <= set(COMMANDS)
+    targets = set(re.findall(r"\bmake ([a-z]+)", text))
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets and [target for target in targets if f"\n{target}:" not in makefile] == []
+    paths = set(re.findall(r"\bdeploy/[A-Za-z/]+(?:\.yaml)?", text))
+    assert paths and [path for path in paths if not (ROOT / path).exists()] == []
+    functions = {"serve": "build_app", "data": "generate"}
+    for package, name in functions.items():
+        assert f"def {name}(" in "".join(p.read_text() for p in (ROOT / "eagleray" / package).glob("*.py"))
 
 
 def test_the_question_of_the_readme_is_a_training_question():
