@@ -16,6 +16,7 @@ from eagleray.cluster.nodes import can_grow, list_nodes
 from eagleray.cluster.offered import offered_resources
 from eagleray.config.suggestions import suggest
 from eagleray.errors import ConfigError
+from eagleray.serve.adapter_source import adapter_source
 from eagleray.serve.defaults import deployment_options
 from eagleray.serve.options import serve_config
 from eagleray.serve.ray_serve import import_serve
@@ -51,7 +52,6 @@ def build_app(
     resources = replica_resources(config, offered, actor_options=given.get("ray_actor_options", {}))
     if "placement_group_bundles" not in given:
         _check_room(resources)
-    from eagleray.serve.adapters import adapter_source
     from eagleray.serve.replica import ServeReplica
 
     made = serve.deployment(ServeReplica, **deployment_options(config, resources, given))

@@ -27,7 +27,7 @@ except ImportError as error:
 from eagleray.cluster.offered import offered_resources
 from eagleray.errors import InvalidRequest, UnknownModel
 from eagleray.instance_calls import METHODS_ELSEWHERE, InstanceCalls
-from eagleray.serve.adapters import adapter_capacity
+from eagleray.serve.adapter_source import adapter_capacity
 from eagleray.serve.llm_options import llm_deployment_options, llm_server_config
 from eagleray.serve.replica import ServedInstance
 from eagleray.server.app_calls import posted

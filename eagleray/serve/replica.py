@@ -24,7 +24,8 @@ from eagleray.instance import LocalInstance
 from eagleray.metrics.ledger import Ledger
 from eagleray.preflight import checked_model
 from eagleray.process.gc_freeze import freeze_gc
-from eagleray.serve.adapters import AdapterCache, AdapterSource, FindAdapter, adapter_capacity
+from eagleray.serve.adapter_source import AdapterSource, FindAdapter, adapter_capacity
+from eagleray.serve.adapters import AdapterCache
 from eagleray.serve.asgi import BehindProxy
 from eagleray.serve.autoscaling import RUNNING, WAITING
 from eagleray.serve.metrics_mirror import MetricsMirror

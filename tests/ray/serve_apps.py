@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 from processes import children_of
-from ray import serve
 from ray._private.state import actors
 
 from eagleray.serve import build_app
@@ -23,6 +22,8 @@ SECONDS = 60.0
 @contextlib.contextmanager
 def deployed(model: str, *, route_prefix: str = "/", **options: Any) -> Iterator[httpx.Client]:
     """Deploy an application and yield a client of Serve's proxy; remove everything at the end."""
+    from ray import serve  # here, because it takes seconds, and every worker of pytest imports this module
+
     port = _free_port()
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     deployment = options.pop("deployment", {})

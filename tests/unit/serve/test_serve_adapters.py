@@ -8,7 +8,7 @@ import pytest
 
 from eagleray.config.build import build_config
 from eagleray.errors import ConfigError, NotFound, UnknownModel
-from eagleray.serve.adapters import AdapterSource, adapter_capacity, adapter_source
+from eagleray.serve.adapter_source import AdapterSource, adapter_capacity, adapter_source
 
 LORA = {"enable_lora": True, "max_loras": 2}
 

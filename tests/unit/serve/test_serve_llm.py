@@ -136,8 +136,13 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a server whose application is `app`, and whose answers are tuples instead of objects of Ray's types."""
-    monkeypatch.setitem(sys.modules, "ray.serve.llm", ModuleType("ray.serve.llm"))
+    replica = ModuleType("eagleray.serve.replica")
+    replica.ServedInstance = object  # type: ignore[attr-defined]
+    for module in (ModuleType("ray.serve.llm"), replica):  # what they import takes seconds
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "eagleray.serve.llm", raising=False)
     llm = importlib.import_module("eagleray.serve.llm")
+    monkeypatch.delitem(sys.modules, "eagleray.serve.llm")
     monkeypatch.setattr(llm, "_model", lambda kind: lambda **fields: (kind, fields))
 
     class UndeployedServer(llm.EagleRayServer):  # type: ignore[misc, name-defined]

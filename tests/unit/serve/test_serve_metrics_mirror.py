@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from eagleray.serve.metrics_mirror import growth, mirrored_samples
+from eagleray.serve.mirrored_samples import growth, mirrored_samples
 
 
 def test_mirrored_samples_have_names_and_labels_of_the_families():
