@@ -34,7 +34,16 @@ def wheel_compiler() -> Compiler | None:
     except NativeUnavailable as error:
         print(f"warning: this wheel gets no prebuilt kernels: {error}", file=sys.stderr)
         return None
-    return compiler if compiler.architecture else None
+    return compiler if compiler.architecture and sys.platform == "linux" else None
+
+
+def compile_kernels(variant: Variant, directory: Path) -> Path:
+    """Compile a library in an empty directory. Ends the build with one sentence if that fails."""
+    try:
+        compiler = find_compiler(os.environ.get("CXX"), variant.flags)
+        return LibrarySources.read(sorted(SOURCE_DIRECTORY.glob("*.cpp"))).compile(compiler, directory)
+    except NativeUnavailable as error:
+        raise SystemExit(f"the kernels for {variant.name} cannot be compiled: {error}") from None
 
 
 class BuildKernels(Command):
@@ -50,14 +59,11 @@ class BuildKernels(Command):
         self.set_undefined_options("build", ("build_lib", "build_lib"))
 
     def run(self) -> None:
-        compiler = wheel_compiler()
         for variant in self._variants():
+            self.announce(f"compiling kernels for {variant.name}", level=2)
+            self.mkpath(str(self._target(variant).parent))
             with TemporaryDirectory() as directory:
-                sources = LibrarySources.read(sorted(SOURCE_DIRECTORY.glob("*.cpp")))
-                for_variant = find_compiler(" ".join(compiler.command), variant.flags)
-                self.announce(f"compiling kernels for {variant.name}", level=2)
-                library = sources.compile(for_variant, Path(directory))
-                self.mkpath(str(self._target(variant).parent))
+                library = compile_kernels(variant, Path(directory))
                 self.copy_file(str(library), str(self._target(variant)))
 
     def get_source_files(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import shutil
 
 import pytest
 import torch
@@ -100,3 +101,30 @@ def test_native_library_that_cannot_be_opened_is_compiled(prebuilt, monkeypatch,
     (prebuilt / "kernels-avx2.so").touch()
     assert native_library() == "compiled None"
     assert caplog.messages == ["the prebuilt kernels for avx2 cannot be used, so they are compiled: wrong ELF class"]
+
+
+@pytest.fixture
+def without_compiler(library, tmp_path, monkeypatch):
+    """The path of this processor's prebuilt kernels, which are the compiled ones; no compiler is found."""
+    best = best_variant(platform.machine(), torch.cpu.get_capabilities())
+    monkeypatch.setattr(variants, "PREBUILT_DIRECTORY", tmp_path)
+    monkeypatch.delenv("EAGLERAY_CPU_KERNELS", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shutil.copy(library._name, best.prebuilt)
+    native_library.cache_clear()
+    yield best.prebuilt
+    native_library.cache_clear()
+
+
+def test_native_library_prebuilt_needs_no_compiler(without_compiler):
+    opened = native_library()
+    assert opened._name == str(without_compiler)
+    assert opened.er_packed_size(33, 2, 0) == 64 * 2
+
+
+def test_native_library_prebuilt_and_damaged_says_what_to_install(without_compiler, caplog):
+    without_compiler.write_bytes(b"no library")
+    with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler on PATH .*: install GCC"):
+        native_library()
+    assert "cannot be used, so they are compiled: the kernels cannot be loaded" in caplog.text

@@ -1,0 +1,57 @@
+"""The build of a wheel compiles the kernels of every variant of the compiler's architecture."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagleray.kernels.cpu.build.variants import VARIANTS
+
+pytest.importorskip("setuptools", minversion="77", reason="its command bdist_wheel makes the wheels")
+
+ROOT = Path(__file__).parents[3]
+PREBUILT = Path("eagleray", "kernels", "cpu", "prebuilt")
+
+COMPILER = """#!/bin/sh
+# Answers the question for macros, and writes its flags where a library would be.
+case "$*" in *" -dM "*) echo "#define __{architecture}__ 1"; exit;; esac
+flags="$*"
+while [ "$1" != -o ]; do shift; done
+case "$2" in *.cpp.o) echo "$flags" > flags;; esac
+cp flags "$2"
+"""
+
+
+def build_kernels(tmp_path: Path, compiler: str) -> str:
+    """Run the step of the build that compiles, and return its messages."""
+    command = [sys.executable, "setup.py", "build_kernels"]
+    environment = {**os.environ, "CXX": compiler, "PYTHONDONTWRITEBYTECODE": "1"}
+    config = tmp_path / "setup.cfg"
+    config.write_text(f"[build]\nbuild_base = {tmp_path / 'base'}\nbuild_lib = {tmp_path / 'lib'}\n")
+    environment["DIST_EXTRA_CONFIG"] = str(config)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
+def test_build_kernels_compiles_every_variant_with_its_flags(tmp_path, architecture):
+    compiler = tmp_path / "cross-c++"
+    compiler.write_text(COMPILER.replace("{architecture}", architecture))
+    compiler.chmod(0o755)
+    build_kernels(tmp_path, str(compiler))
+    variants = [variant for variant in VARIANTS if variant.architecture == architecture]
+    libraries = {path.name: path.read_text() for path in (tmp_path / "lib" / PREBUILT).iterdir()}
+    assert libraries.keys() == {variant.prebuilt.name for variant in variants}
+    for variant in variants:
+        assert f" {' '.join(variant.flags)} " in libraries[variant.prebuilt.name]
+
+
+def test_build_kernels_without_a_compiler_warns(tmp_path):
+    messages = build_kernels(tmp_path, "no-such-compiler")
+    assert "this wheel gets no prebuilt kernels: there is no C++ compiler on PATH" in messages
+    assert not (tmp_path / "lib").exists()
