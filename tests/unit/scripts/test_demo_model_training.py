@@ -19,7 +19,11 @@ from demo_model.feed import IGNORED, ChatFeed, TextFeed, pack
 from demo_model.phrasings import split_questions
 from demo_model.training import PEAK_LR, Budget, TrainingRun, learning_rate
 
-TEXTS = ["def add(a, b):\n    return a + b\n", "The sum of two numbers is a number. " * 40, "A list has items. " * 200]
+TEXTS = [
+    "def add(a, b):\n    # Return the sum of both.\n    return a + b\n",
+    "The sum of two numbers is a number. " * 40,
+    "A list has items. " * 200,
+]
 SMALL_CONFIG = {
     "vocab_size": 400,
     "hidden_size": 32,
