@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+SERVE_READY := $(VENV)/.serve-ready
 DOCS_READY := $(VENV)/.docs-ready
 BROWSER_READY := $(VENV)/.browser-ready
 DEPLOY_READY := $(VENV)/.deploy-ready
@@ -16,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: serve test quick test-slow test-all test-aarch64 test-hosts wheel gpu chaos fuzz soak compat browser docs docs-commands examples check-deploy keywords lint lint-types lint-rules clean
 
-serve: $(READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
+serve: $(SERVE_READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
 test: lint  ## Everything that must hold before a change lands.
@@ -92,6 +93,12 @@ lint-rules: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --editable ".[test]"
+	touch $@ $(SERVE_READY)
+
+# Half of what tests need. Not quiet, because pip's lines are all that a new user sees for a minute.
+$(SERVE_READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --no-compile --editable .
 	touch $@
 
 $(DOCS_READY): $(READY)
