@@ -19,12 +19,17 @@ import ray.data
 import eagleray.data
 
 
+def absolute_path(text: str) -> Path:
+    """Return a path that all workers of Ray resolve alike."""
+    return Path(text).resolve()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a checkpoint or an id; by default the embedded model, with `--convert`")
     parser.add_argument("--convert", action="store_true", help="embed by a model that generates")
-    parser.add_argument("--texts", type=Path, default=Path(__file__))
-    parser.add_argument("--vectors", type=Path, default=Path(tempfile.gettempdir()) / "eagleray-vectors")
+    parser.add_argument("--texts", type=absolute_path, default=Path(__file__))
+    parser.add_argument("--vectors", type=absolute_path, default=Path(tempfile.gettempdir()) / "eagleray-vectors")
     args = parser.parse_args()
     ray.init(include_dashboard=False)
 

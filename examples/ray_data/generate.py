@@ -25,10 +25,15 @@ def write_prompts(directory: Path, num_rows: int = 100) -> None:
     ray.data.from_items(rows).write_parquet(str(directory))
 
 
+def absolute_path(text: str) -> Path:
+    """Return a path that all workers of Ray resolve alike."""
+    return Path(text).resolve()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--answers", type=Path, default=Path(tempfile.gettempdir()) / "eagleray-answers")
+    parser.add_argument("--prompts", type=absolute_path)
+    parser.add_argument("--answers", type=absolute_path, default=Path(tempfile.gettempdir()) / "eagleray-answers")
     parser.add_argument("--model", help="a checkpoint or an id; by default the embedded model")
     args = parser.parse_args()
     ray.init(include_dashboard=False)
@@ -38,8 +43,11 @@ def main() -> None:
             write_prompts(args.prompts)
 
     # Ray Data notes which rows were written, and skips them when the program is started again.
-    context = ray.data.DataContext.get_current()
-    context.checkpoint_config = {"id_column": "id", "checkpoint_path": str(args.answers / "checkpoint")}
+    ray.data.DataContext.get_current().checkpoint_config = {
+        "id_column": "id",
+        "checkpoint_path": str(args.answers / "checkpoint"),
+        "delete_checkpoint_on_success": False,
+    }
 
     ds = ray.data.read_parquet(str(args.prompts))
     ds = eagleray.data.generate(
@@ -51,6 +59,7 @@ def main() -> None:
     ds.write_parquet(str(args.answers / "rows"))
 
     answers = pyarrow.parquet.read_table(args.answers / "rows").sort_by("id")
+    assert len(answers) == len(set(answers["id"].to_pylist())), "each row is written once"
     num_failed = len(answers) - answers["error"].null_count
     print(f"{len(answers)} rows in {args.answers / 'rows'}, {num_failed} of them with an error. The first:")
     for row in answers.slice(0, 3).to_pylist():
