@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from eagleray.cluster.actor_options import as_actor_options, asked_resources
 from eagleray.cluster.bundles import Resources, count_fitting, format_resources, worker_resources
 from eagleray.cluster.nodes import Node, can_grow, list_nodes
 from eagleray.cluster.timeouts import POLL_INTERVAL_SECONDS
@@ -39,20 +40,6 @@ def actor_resources(config: Config, nodes: Sequence[Node]) -> dict[str, float]:
     return {"CPU": ACTOR_CPUS, **{name: amount * count for name, amount in worker.items()}}
 
 
-def as_options(resources: Resources) -> dict[str, Any]:
-    """Return the keywords of `map_batches` for these resources."""
-    names = {"CPU": "num_cpus", "GPU": "num_gpus"}
-    options: dict[str, Any] = {names[name]: amount for name, amount in resources.items() if name in names}
-    others = {name: amount for name, amount in resources.items() if name not in names}
-    return {**options, "resources": others} if others else options
-
-
-def as_resources(options: Mapping[str, Any]) -> dict[str, float]:
-    """Return the resources in keywords of `map_batches`."""
-    named = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), **(options.get("resources") or {})}
-    return {name: float(amount) for name, amount in named.items() if amount}
-
-
 def reserve(config: Config, given: Mapping[str, Any], num_actors: int, *, has_checkpoint: bool) -> dict[str, Any]:
     """Return the keywords of `map_batches` with the resources of an actor; `given` replaces those by default.
 
@@ -60,8 +47,8 @@ def reserve(config: Config, given: Mapping[str, Any], num_actors: int, *, has_ch
     """
     if not ray.is_initialized():
         ray.init()
-    options = {**as_options(actor_resources(config, list_nodes())), **given}
-    resources = as_resources(options)
+    options = {**as_actor_options(actor_resources(config, list_nodes())), **given}
+    resources = {name: amount for name, amount in asked_resources(options).items() if amount}
     own_cpus = TASK_CPUS + CHECKPOINT_CPUS * has_checkpoint
     while (shortage := explain_actor_shortage(nodes := list_nodes(), resources, num_actors, own_cpus)) is not None:
         grows = can_grow(nodes)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from eagleray.cluster.actor_options import as_actor_options
 from eagleray.config.sections import Config
-from eagleray.serve.resources import ReplicaResources, actor_options
+from eagleray.serve.resources import ReplicaResources
 
 NAME = "eagleray"
 
@@ -42,7 +43,7 @@ def deployment_options(config: Config, resources: ReplicaResources, given: Mappi
         options["placement_group_bundles"] = [dict(bundle) for bundle in (resources.replica, *resources.bundles)]
         options["placement_group_strategy"] = resources.strategy
     options |= given
-    options["ray_actor_options"] = {**given.get("ray_actor_options", {}), **actor_options(resources.replica)}
+    options["ray_actor_options"] = {**given.get("ray_actor_options", {}), **as_actor_options(resources.replica)}
     if given.get("num_replicas") == "auto" or given.get("autoscaling_config") is not None:
         options["autoscaling_config"] = _autoscaling(sequences, given.get("autoscaling_config"))
     return options

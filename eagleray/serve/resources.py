@@ -8,14 +8,12 @@ from typing import Any
 
 import msgspec
 
+from eagleray.cluster.actor_options import asked_resources
 from eagleray.cluster.bundles import Resources, count_fitting, format_resources, subtract_held
 from eagleray.cluster.engine_placement import engine_size, round_up_amount
 from eagleray.config.resolve import executor_name
 from eagleray.config.sections import Config
 from eagleray.errors import ClusterError, ConfigError
-
-ACTOR_FIELDS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
-"""Fields of `ray_actor_options` that are amounts of a resource; `resources` has the others by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ def replica_resources(
     """Return the resources of a replica. `config`: that of `with_executor`; `offered`: all resources of each node;
     `actor_options`: the user's `ray_actor_options`, whose amounts replace ours."""
     size, num_engines = engine_size(config, offered), config.parallel.data_parallel_size
-    given = _amounts(actor_options)
+    given = asked_resources(actor_options)
     is_in_bundles = config.execution.executor in ("ray", "ray-graph") or config.parallel.data_parallel_backend == "ray"
     if is_in_bundles:
         bundles = [dict(size.bundle)] * (size.num_bundles * num_engines)
@@ -63,13 +61,6 @@ def replica_resources(
         )
     held = {name: round_up_amount(amount * num_engines) for name, amount in size.bundle.items()}
     return ReplicaResources(replica=_needed({"CPU": 1.0} | held | given), bundles=(), strategy="PACK")
-
-
-def actor_options(resources: Resources) -> dict[str, Any]:
-    """Return the fields of `ray_actor_options` that ask for these resources."""
-    options: dict[str, Any] = {field: resources[name] for field, name in ACTOR_FIELDS.items() if name in resources}
-    others = {name: amount for name, amount in resources.items() if name not in ACTOR_FIELDS.values()}
-    return options | ({"resources": others} if others else {})
 
 
 def check_capacity(resources: ReplicaResources, nodes: Sequence[Resources]) -> None:
@@ -108,12 +99,6 @@ def _fits_around(index: int, resources: ReplicaResources, nodes: Sequence[Resour
 
 def _names(resources: ReplicaResources) -> list[str]:
     return sorted({name for bundle in (resources.replica, *resources.bundles) for name in bundle})
-
-
-def _amounts(options: Mapping[str, Any]) -> dict[str, float]:
-    """Return the amounts of resources that `ray_actor_options` name."""
-    amounts = {name: float(options[field]) for field, name in ACTOR_FIELDS.items() if options.get(field) is not None}
-    return amounts | {name: float(amount) for name, amount in (options.get("resources") or {}).items()}
 
 
 def _needed(amounts: Mapping[str, float]) -> dict[str, float]:

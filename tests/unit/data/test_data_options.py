@@ -10,7 +10,7 @@ from eagleray.cluster.nodes import Node
 from eagleray.config.build import build_config
 from eagleray.data import requirements
 from eagleray.data.options import StageOptions, split_options
-from eagleray.data.reservation import actor_resources, as_options, as_resources, explain_actor_shortage
+from eagleray.data.reservation import actor_resources, explain_actor_shortage
 from eagleray.errors import ConfigError
 
 
@@ -63,13 +63,6 @@ def test_actor_resources_are_those_of_its_child_processes(
     options: dict[str, Any], total: dict[str, float], expected: dict[str, float]
 ) -> None:
     assert actor_resources(build_config(**options), [node(**total)]) == expected
-
-
-def test_as_options_and_back() -> None:
-    resources = {"CPU": 1.0, "GPU": 2.0, "acc": 1.0}
-    options = as_options(resources)
-    assert options == {"num_cpus": 1.0, "num_gpus": 2.0, "resources": {"acc": 1.0}}
-    assert as_resources(options) == resources
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from eagleray.cluster.actor_options import as_actor_options
 from eagleray.config.build import build_config
 from eagleray.errors import ClusterError, ConfigError
 from eagleray.serve.resources import (
     ReplicaResources,
-    actor_options,
     check_capacity,
     replica_resources,
     with_executor,
@@ -49,7 +49,7 @@ def test_user_options_of_the_actor_are_in_its_bundle():
     given = {"num_cpus": 3, "resources": {"disk": 1}, "runtime_env": {}}
     found = resources(GPUS, given, tensor_parallel_size=2)
     assert found.replica == {"CPU": 3.0, "disk": 1.0}
-    assert actor_options(found.replica) == {"num_cpus": 3.0, "resources": {"disk": 1.0}}
+    assert as_actor_options(found.replica) == {"num_cpus": 3.0, "resources": {"disk": 1.0}}
 
 
 def test_engines_that_are_processes_cannot_share_bundles():
