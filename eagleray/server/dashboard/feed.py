@@ -11,8 +11,6 @@ import contextlib
 import platform
 import time
 
-import msgspec
-
 from eagleray.config.sections import Config
 from eagleray.errors import Unavailable
 from eagleray.identity import ClientId, EngineId, display_name
@@ -62,16 +60,14 @@ class DashboardFeed:
     async def stream(self, emit: Emit) -> None:
         """Send the state until the server stops, for `DASHBOARD_STREAM_SECONDS` at most. Experts are sent when they
         have changed."""
-        changed, experts_version = asyncio.Event(), -1
+        changed, seen_experts = asyncio.Event(), -1
         deadline = time.monotonic() + DASHBOARD_STREAM_SECONDS
         self._streams.add(changed)
         try:
             while True:
                 changed.clear()
-                state = self.read()
-                if experts_version == self._experts.version:
-                    state = msgspec.structs.replace(state, experts=None)
-                experts_version = self._experts.version
+                state = self.read(seen_experts)
+                seen_experts = self._experts.version
                 await emit(state)
                 if self._client.stopping.is_set() or time.monotonic() >= deadline:
                     return
@@ -82,8 +78,8 @@ class DashboardFeed:
         finally:
             self._streams.discard(changed)
 
-    def read(self) -> DashboardState:
-        """Return the state now."""
+    def read(self, seen_experts: int = -1) -> DashboardState:
+        """Return the state now, without the experts if their version is still `seen_experts`."""
         self._sample(time.monotonic())
         client, sampler = self._client, self._sampler
         latest = client.history.latest()
@@ -123,7 +119,7 @@ class DashboardFeed:
             api_servers=api_servers,
             nodes=node_rows(engines, api_servers, platform.node()),
             events=event_rows(client.history.events),
-            experts=self._experts.heat(),
+            experts=self._experts.heat() if self._experts.version != seen_experts else None,
         )
 
     def _on_change(self) -> None:
