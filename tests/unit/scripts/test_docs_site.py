@@ -50,6 +50,12 @@ def test_navigation_has_every_document():
     assert sorted(documents - set(listed_pages())) == [], "add these to scripts/docs_site/navigation.py"
 
 
+def test_decisions_are_all_listed_by_their_page():
+    folder = ROOT / "docs/decisions"
+    listed = (folder / "README.md").read_text("utf-8")
+    assert [path.name for path in folder.glob("[0-9]*.md") if f"]({path.name})" not in listed] == []
+
+
 def test_navigation_lists_a_page_once():
     assert len(listed_pages()) == len(set(listed_pages()))
 
