@@ -11,6 +11,7 @@ import torch
 from eagleray.errors import ConfigError
 
 CPUS = Path("/sys/devices/system/cpu")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def choose_device(wanted: str, index: int | None = None) -> torch.device:
@@ -33,7 +34,7 @@ def choose_device(wanted: str, index: int | None = None) -> torch.device:
 
 def set_threads(num_threads: int | None, *, num_workers: int, index: int) -> int:
     """Set the number of torch's threads and return it; by default it is the worker's share of the cores that this
-    process may run on.
+    process may run on, and of the processor time that its container may use.
 
     `num_workers` workers of this host use these cores, and this one is number `index`. If they divide all the cores,
     each is bound to its own: threads of two workers on one core would wait for each other at every barrier. Applies to
@@ -41,11 +42,27 @@ def set_threads(num_threads: int | None, *, num_workers: int, index: int) -> int
     """
     usable = os.sched_getaffinity(0)
     share = len(usable) // num_workers
-    count = num_threads or max(1, share)
+    quota = cpu_quota()
+    count = num_threads or max(1, share if quota is None else min(share, int(quota / num_workers)))
     if num_threads is None and num_workers > 1 and share > 0:
         os.sched_setaffinity(0, cores_of(usable, num_workers=num_workers, index=index))
     torch.set_num_threads(count)
     return count
+
+
+def cpu_quota(cgroup: Path = CGROUP) -> float | None:
+    """Return the number of cores whose time the container may use, by cgroups of version 2 or 1; None without a limit.
+
+    A process sees all cores of the host nevertheless. With a thread on each, all of them would stop when the time of a
+    period is used up.
+    """
+    for directory, files in ((cgroup, ["cpu.max"]), (cgroup / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"])):
+        try:
+            quota, period = " ".join((directory / name).read_text() for name in files).split()
+        except OSError:
+            continue
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    return None
 
 
 def cores_of(usable: Iterable[int], *, num_workers: int, index: int, cpus: Path = CPUS) -> list[int]:

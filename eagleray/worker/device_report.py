@@ -16,6 +16,7 @@ from eagleray.errors import EagleRayError
 from eagleray.kernels.choose import Gpu, triton_lack
 from eagleray.kernels.cpu.build.library import native_library
 from eagleray.kernels.cpu.build.openmp import mapped_runtimes
+from eagleray.worker.device import cpu_quota
 from eagleray.worker.memory import host_free_bytes, total_bytes
 
 
@@ -27,6 +28,7 @@ def describe_devices() -> dict[str, Any]:
             "CUDA": torch.version.cuda or "built without",
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
+            "limit of the container": "none" if (quota := cpu_quota()) is None else f"{quota:g} cores",
             "OpenMP runtime": _openmp(),
         },
         "kernels": {"CPU": _cpu_kernels()} | ({"GPU": _gpu_kernels()} if torch.cuda.is_available() else {}),

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
-from eagleray.worker.device import cores_of, set_threads
+from eagleray.worker.device import cores_of, cpu_quota, set_threads
+
+
+@pytest.fixture(autouse=True)
+def no_quota(monkeypatch):
+    """Have workers see no limit of this machine's container."""
+    monkeypatch.setattr("eagleray.worker.device.cpu_quota", lambda: None)
 
 
 def make_cpus(path, places):
@@ -57,3 +64,30 @@ def test_set_threads_given_number_or_single_worker_is_not_bound():
         assert os.sched_getaffinity(0) == usable
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "350000 100000\n"}, 3.5),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_cpu_quota_is_read_from_both_versions_of_cgroups(tmp_path, files, quota):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert cpu_quota(tmp_path) == quota
+
+
+def test_set_threads_takes_no_more_than_the_quota_of_the_container(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr("eagleray.worker.device.cpu_quota", lambda: 1.5)
+    try:
+        assert set_threads(None, num_workers=1, index=0) == 1
+        assert set_threads(3, num_workers=1, index=0) == 3
+    finally:
+        torch.set_num_threads(before)
