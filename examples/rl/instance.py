@@ -150,10 +150,11 @@ def demo_model() -> Path:
 
 
 def _rollout(prompt: list[int], choice: dict[str, Any]) -> Rollout:
+    experts = choice.get("routed_experts")
     return Rollout(
         prompt=prompt,
         token_ids=choice["token_ids"],
         logprobs=[position["logprob"] for position in choice["logprobs"]["content"]],
         versions=[span["version"] for span in choice["weight_versions"] for _ in range(span["start"], span["end"])],
-        experts=np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))) if "routed_experts" in choice else None,
+        experts=None if experts is None else np.load(io.BytesIO(base64.b64decode(experts))),
     )
