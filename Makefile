@@ -30,7 +30,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 test-all: $(READY)  ## The whole grid: every executor with every parallelism.
-	$(BIN)/python -m pytest -m "not hosts and not deploy and not examples and not browser"
+	$(BIN)/python -m pytest -m "not hosts and not documents and not deploy and not examples and not browser"
 
 test-aarch64: $(READY)  ## Kernels for aarch64 under an emulator: apt install g++-aarch64-linux-gnu qemu-user
 	@for tool in aarch64-linux-gnu-g++ qemu-aarch64; do \

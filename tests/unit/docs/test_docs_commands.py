@@ -17,7 +17,7 @@ from python_checks import wrong_names
 from test_docs_name_things_that_exist import DOCUMENTS, ROOT
 
 SHELLS = ("sh", "console")
-OTHERS = ("text", "hex", "dockerfile", "ini", "promql")
+OTHERS = ("text", "hex")
 """Languages of blocks that are not checked here."""
 CONVENTION = 'a block needs a language: see "Code blocks of documents" in docs/testing.md'
 READERS = {"json": json.loads, "yaml": lambda text: list(yaml.safe_load_all(text)), "toml": tomllib.loads}
