@@ -10,7 +10,9 @@ import ray
 
 from eagleray.cluster.actor_options import as_actor_options, asked_resources
 from eagleray.cluster.bundles import Resources, count_fitting, format_resources, worker_resources
-from eagleray.cluster.nodes import Node, can_grow, list_nodes
+from eagleray.cluster.capacity import explain_engine_shortage
+from eagleray.cluster.engine_placement import engine_size
+from eagleray.cluster.nodes import Node, can_grow, list_nodes, select_nodes
 from eagleray.cluster.timeouts import POLL_INTERVAL_SECONDS
 from eagleray.config.sections import Config
 from eagleray.errors import ClusterError
@@ -31,7 +33,7 @@ def actor_resources(config: Config, nodes: Sequence[Node]) -> dict[str, float]:
     Engines and workers that are Ray actors have placement groups of their own.
     """
     parallel = config.parallel
-    if config.execution.executor in ("ray", "ray-graph") or parallel.data_parallel_backend == "ray":
+    if _has_own_groups(config):
         return {"CPU": ACTOR_CPUS}
     worker = worker_resources({}, config.execution.device, [node.total for node in nodes if node.is_alive])
     if "CPU" in worker and config.execution.num_threads is not None:
@@ -50,14 +52,19 @@ def reserve(config: Config, given: Mapping[str, Any], num_actors: int, *, has_ch
     options = {**as_actor_options(actor_resources(config, list_nodes())), **given}
     resources = {name: amount for name, amount in asked_resources(options).items() if amount}
     own_cpus = TASK_CPUS + CHECKPOINT_CPUS * has_checkpoint
-    while (shortage := explain_actor_shortage(nodes := list_nodes(), resources, num_actors, own_cpus)) is not None:
+    while True:
+        nodes = list_nodes()
+        shortage = explain_actor_shortage(nodes, resources, num_actors, own_cpus) or explain_group_shortage(
+            config, nodes
+        )
+        if shortage is None:
+            return options
         grows = can_grow(nodes)
         if grows is False:
             raise ClusterError(shortage)
         if grows:
-            break
+            return options
         time.sleep(POLL_INTERVAL_SECONDS)  # known some seconds after the cluster's start
-    return options
 
 
 def explain_actor_shortage(nodes: Sequence[Node], resources: Resources, num_actors: int, own_cpus: float) -> str | None:
@@ -81,3 +88,25 @@ def explain_actor_shortage(nodes: Sequence[Node], resources: Resources, num_acto
         f"the stage needs {actors} with {format_resources(resources)} each, and Ray Data {{CPU: {own_cpus:g}}} for its "
         f"own tasks, but the cluster has less: {has}; {advice}"
     )
+
+
+def explain_group_shortage(config: Config, nodes: Sequence[Node]) -> str | None:
+    """Return a sentence if the nodes, with nothing on them, cannot hold the placement groups of an actor's engines;
+    else None."""
+    if not _has_own_groups(config):
+        return None
+    usable = [node for node in select_nodes(nodes, config.ray.ray_nodes) if node.is_alive]
+    parallel = config.parallel
+    shortage = explain_engine_shortage(
+        usable,
+        engine_size(config, [node.total for node in usable]),
+        num_engines=parallel.data_parallel_size,
+        policy=config.ray.ray_engine_placement,
+        tensor=parallel.tensor_parallel_size,
+        pipeline=parallel.pipeline_parallel_size,
+    )
+    return None if shortage.may_pass else shortage.text
+
+
+def _has_own_groups(config: Config) -> bool:
+    return config.execution.executor in ("ray", "ray-graph") or config.parallel.data_parallel_backend == "ray"

@@ -9,12 +9,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from eagleray.client.pooling import PoolingParams
+from eagleray.client.pooling import PoolingParams, check_pooling, check_scorer
 from eagleray.config.lora_modules import lora_modules
+from eagleray.config.pooling_spec import GENERATES_ONLY, POOLS_ONLY
 from eagleray.data.columns import Row, adapter_of, messages_of, params_of, prompt_of, text_of
 from eagleray.data.outputs import GENERATION, ROUTED_EXPERTS
+from eagleray.errors import InvalidRequest
 from eagleray.instance import LocalInstance
 from eagleray.lora import LoRARequest, LoraRequests
+from eagleray.messages.membership import EngineInfo
 from eagleray.messages.sampling import SamplingParams
 from eagleray.pooling_calls import PoolingCalls
 from eagleray.prompts import PromptLike, chat_prompts
@@ -35,7 +38,8 @@ class Stage(Protocol):
         """Names of the columns that are added, without the prefix."""
 
     def open(self, instance: LocalInstance) -> ComputeRow:
-        """Return the function that computes rows. It is called in the loop of the instance."""
+        """Return the function that computes rows, which is called in the loop of the instance. Raises `InvalidRequest`
+        if the model is of another kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,8 @@ class GenerationStage:
         return [name for name in [*columns, self.lora_column] if name is not None]
 
     def open(self, instance: LocalInstance) -> ComputeRow:
+        if _engine_info(instance).pooling is not None:
+            raise InvalidRequest(POOLS_ONLY, param="model")
         loras = LoraRequests(instance.client, instance.control)
         own = self._with_outputs(self.sampling_params or instance.default_sampling_params())
         defaults = {name: getattr(own, name) for name in own.__struct_fields__}
@@ -112,6 +118,7 @@ class PoolingStage:
         return ("embedding" if self.task == "embed" else "probs",)
 
     def open(self, instance: LocalInstance) -> ComputeRow:
+        check_pooling(self.params, _engine_info(instance), self.task)
         calls = PoolingCalls(instance, LoraRequests(instance.client, instance.control))
         (name,) = self.outputs
 
@@ -139,6 +146,10 @@ class ScoreStage:
         return ("score",)
 
     def open(self, instance: LocalInstance) -> ComputeRow:
+        pooling = _engine_info(instance).pooling
+        if pooling is None:
+            raise InvalidRequest(GENERATES_ONLY, param="model")
+        check_scorer(pooling)
         calls = PoolingCalls(instance, LoraRequests(instance.client, instance.control))
 
         async def compute(row: Row) -> dict[str, Any]:
@@ -147,3 +158,9 @@ class ScoreStage:
             return {"score": output.outputs.score}
 
         return compute
+
+
+def _engine_info(instance: LocalInstance) -> EngineInfo:
+    info = instance.client.engine_info
+    assert info is not None, "a stage is opened once the instance serves"
+    return info

@@ -109,6 +109,13 @@ def test_generation_stage_prompt_too_long_raises(llm: LLM) -> None:
         compute(llm, generation(), {"prompt": [5] * 100_000})
 
 
+def test_pooling_stages_of_a_model_that_generates_are_refused(llm: LLM) -> None:
+    embedding = PoolingStage(task="embed", prompt_column="prompt", params=PoolingParams())
+    for stage in (embedding, ScoreStage(query_column="query", document_column="document")):
+        with pytest.raises(InvalidRequest, match="the model is served to generate"):
+            stage.open(llm._instance)
+
+
 @pytest.mark.slow
 def test_pooling_stages_outputs_are_those_of_llm(tmp_path) -> None:
     checkpoint = make_pooling_checkpoint(tmp_path, "qwen3", modules={"Pooling": "mean", "Normalize": ""})
@@ -121,4 +128,6 @@ def test_pooling_stages_outputs_are_those_of_llm(tmp_path) -> None:
         assert compute(llm, pair, {"query": PROMPT, "document": "Hello"}) == {"score": expected.outputs.score}
         classes = PoolingStage(task="classify", prompt_column="prompt", params=PoolingParams())
         with pytest.raises(InvalidRequest, match="this is an embedding model"):
-            compute(llm, classes, {"prompt": PROMPT})
+            classes.open(llm._instance)
+        with pytest.raises(InvalidRequest, match="model"):
+            generation().open(llm._instance)

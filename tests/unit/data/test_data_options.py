@@ -10,7 +10,7 @@ from eagleray.cluster.nodes import Node
 from eagleray.config.build import build_config
 from eagleray.data import requirements
 from eagleray.data.options import StageOptions, split_options
-from eagleray.data.reservation import actor_resources, explain_actor_shortage
+from eagleray.data.reservation import actor_resources, explain_actor_shortage, explain_group_shortage
 from eagleray.errors import ConfigError
 
 
@@ -84,6 +84,21 @@ def test_explain_actor_shortage_says_what_would_fit(
 ) -> None:
     said = explain_actor_shortage([node(CPU=8, GPU=4)], resources, num_actors, 1.0)
     assert said is None if advice is None else said is not None and advice in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tensor_parallel_size": 8}, None),
+        ({"tensor_parallel_size": 4, "executor": "ray"}, None),
+        ({"tensor_parallel_size": 8, "executor": "ray"}, "`tensor_parallel_size` 4 would fit"),
+        ({"data_parallel_size": 5, "data_parallel_backend": "ray"}, "`data_parallel_size` 4 would fit"),
+        ({"executor": "ray", "ray_worker_resources": {"acc": 1}}, "nothing of that kind fits"),
+    ],
+)
+def test_explain_group_shortage_says_what_would_fit(options: dict[str, Any], said: str | None) -> None:
+    found = explain_group_shortage(build_config(**options), [node(CPU=8, GPU=4)])
+    assert found is None if said is None else found is not None and said in found
 
 
 @pytest.mark.parametrize("version", ["2.59.1", "1.13.0", "unknown"])
