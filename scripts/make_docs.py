@@ -7,6 +7,7 @@ or an anchor that leads nowhere, fails the build. The site is read from the disk
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -16,12 +17,16 @@ from sphinx.cmd.build import build_main
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = Path(__file__).parent / "docs_site"
+SITE_MARK = ".buildinfo"
+"""File that Sphinx writes to the directory of a site."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "site", help="directory of the site (default: site)")
     arguments = parser.parse_args()
+    if (arguments.out / SITE_MARK).exists():
+        shutil.rmtree(arguments.out)  # pages that are no longer made would stay
     with tempfile.TemporaryDirectory() as directory:
         stage = Path(directory, "sources")
         write_sources(ROOT, stage)
