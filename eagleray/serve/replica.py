@@ -94,8 +94,10 @@ class ServedInstance:
     def autoscaling_stats(self) -> dict[str, float]:
         """Return the numbers of sequences for the policy of `autoscaling`."""
         client = self.instance.client
-        running = sum(stats.num_running for stats in client.stats.values())
-        return {RUNNING: running, WAITING: max(0, client.num_in_flight - running)}
+        stats = client.stats.values()
+        running, waiting = sum(one.num_running for one in stats), sum(one.num_waiting for one in stats)
+        # requests that wait for an engine to be started again are in no engine's stats
+        return {RUNNING: running, WAITING: max(waiting, client.num_requests - running)}
 
     async def close(self) -> None:
         """Stop the engines. Running requests end. Idempotent."""

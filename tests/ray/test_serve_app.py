@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 
 import httpx
@@ -158,6 +159,37 @@ def test_replica_given_up_instance_fails_the_health_check_with_the_cause(cluster
         os.kill(engine_process(replica), signal.SIGKILL)
         assert ray_cluster.wait_until(lambda: replica not in replica_pids(), SECONDS)
         assert ray_cluster.wait_until(lambda: http.get("/ready").status_code == 200, SECONDS)
+
+
+@pytest.mark.slow
+def test_replica_that_is_deleted_lets_running_streams_finish(cluster, checkpoint):
+    from ray import serve
+
+    with deployed(checkpoint, **OPTIONS) as http:
+        expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+        (replica,) = replica_pids()
+        there = [replica, *children_of(replica)]
+        events = stream_tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+        got = next(events)
+        deleting = threading.Thread(target=serve.delete, args=("default",))
+        deleting.start()
+        for event in events:
+            got += event
+        assert got == expected
+        deleting.join(SECONDS)
+        wait_until_gone(there, SECONDS)
+
+
+@pytest.mark.slow
+def test_replicas_are_added_for_queued_sequences(cluster, checkpoint):
+    """One request has many sequences, of which the engine runs one at a time. Replicas report every ten seconds."""
+    autoscaling = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 0.5}
+    options = {"max_num_seqs": 1, "deployment": {"autoscaling_config": autoscaling}}
+    with deployed(checkpoint, **OPTIONS | options) as http:
+        body = {"prompt": PROMPT, "n": 100, "max_tokens": LONG, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            assert ray_cluster.wait_until(lambda: len(replica_pids()) == 2, SECONDS)
 
 
 def actor_name(label: str) -> str:

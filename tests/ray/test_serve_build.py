@@ -30,8 +30,10 @@ def test_build_app_takes_a_gpu_where_the_cluster_has_some(cluster):
 
 
 def test_build_app_from_args_takes_texts_of_a_command_line(cluster):
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+
     args = {"model": "org/model", "device": "cpu", "tensor_parallel_size": "2", "deployment": '{"num_replicas": 3}'}
-    deployment = deployment_of(build_app_from_args(args))
+    deployment = deployment_of(call_user_app_builder_with_args_if_necessary(build_app_from_args, args))
     assert deployment.num_replicas == 3
     assert deployment._replica_config.placement_group_bundles == [{"CPU": 1.0}] * 3
 
