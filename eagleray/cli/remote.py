@@ -61,7 +61,8 @@ class Remote:
         try:
             yield from response
         except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"the answer of {self.url} broke off ({_reason(error)})") from None
+            cause = "its connection was closed" if isinstance(error, http.client.IncompleteRead) else _reason(error)
+            raise Unavailable(f"the answer of {self.url} broke off: {cause}") from None
 
     def _first_model(self) -> str:
         with self._request("GET", "/models") as response:
@@ -87,7 +88,7 @@ class Remote:
 
 
 def _reason(error: OSError | http.client.HTTPException) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return getattr(error, "strerror", None) or str(error)
 
 
 def error_message(body: bytes) -> str:

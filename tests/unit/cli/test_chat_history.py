@@ -96,7 +96,7 @@ CUT_OFF = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r
     ("reply", "message"),
     [
         (b"SSH-2.0-OpenSSH\r\n", r"no server answers at http://127.0.0.1:\d+/v1 \(SSH-2.0-OpenSSH"),
-        (CUT_OFF, r"the answer of http\S+ broke off"),
+        (CUT_OFF, r"the answer of http\S+/v1 broke off: its connection was closed"),
     ],
 )
 def test_remote_stream_of_no_server_or_cut_off_is_unavailable(reply, message):
