@@ -158,9 +158,10 @@ class TrainingRun:
             (weight * (loss + CONFIG["router_aux_loss_coef"] * balance)).backward()
             losses |= {kind: loss.item(), f"{kind} balance": balance.item()}
             self.tokens += inputs.numel()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
-            optimizer.step()
+            if norm.isfinite():  # an overflow costs one step, not the run
+                optimizer.step()
             optimizer.zero_grad()
         self.step += 1
         return losses

@@ -164,7 +164,9 @@ def test_repeats_a_line_from_the_fourth_time():
     assert not repeats_a_line("a\nb\na\n\na\n\n\n\n") and repeats_a_line("a\na \nb\na\n a")
 
 
-def test_run_that_is_stopped_and_continued_gives_the_same_model(tmp_path, tokenizer, monkeypatch):
+@pytest.fixture
+def make_run(tmp_path, tokenizer, monkeypatch):
+    """Start or continue a run of a tiny model on a tiny corpus, by its name."""
     for name, value in SMALL_CONFIG.items():
         monkeypatch.setitem(checkpoint.CONFIG, name, value)
     corpus = Corpus(code=TEXTS[:1] * 50, prose=TEXTS[1:], names=["shelve.open", "wave.open"])
@@ -173,26 +175,40 @@ def test_run_that_is_stopped_and_continued_gives_the_same_model(tmp_path, tokeni
     monkeypatch.setattr(training, "LONG_CHAT_ROW_LEN", 256)
     monkeypatch.setattr(training, "LONG_TEXT_ROW_LEN", 256)
     monkeypatch.setattr(training, "TEXT_ROW_LEN", 128)
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
 
     def make(name: str) -> TrainingRun:
+        (tmp_path / name).mkdir(exist_ok=True)
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
         return TrainingRun(tmp_path / name, Budget(1, num_steps=4), num_facts=5)
 
-    whole, first = make("whole"), make("parts")
+    return make
+
+
+def test_run_that_is_stopped_and_continued_gives_the_same_model(make_run):
+    whole, first = make_run("whole"), make_run("parts")
     for _ in range(4):
         whole.train_step()
     for _ in range(2):
         first.train_step()
     first.save()
-    second = make("parts")
+    second = make_run("parts")
     assert second.step == 2
     for _ in range(2):
         second.train_step()
     assert (second.step, second.tokens) == (whole.step, whole.tokens) == (4, 4 * 512)
     for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_train_step_with_an_overflow_changes_no_weight(make_run, monkeypatch):
+    run = make_run("overflow")
+    before = [parameter.clone() for parameter in run.model.parameters()]
+    forward = run.forward
+    monkeypatch.setattr(run, "forward", lambda *batch: (forward(*batch)[0] * float("inf"), forward(*batch)[1]))
+    run.train_step()
+    assert run.step == 1
+    for a, b in zip(before, run.model.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_end_tokens_are_those_of_the_vocabulary(tokenizer):
