@@ -210,6 +210,33 @@ def test_fleet_api_server_killed_is_replaced_and_others_continue(server, http):
                 break
 
 
+def test_dashboard_of_each_api_server_has_the_same_members_and_events(server, http):
+    """Also of the one that has replaced another."""
+    states = {}
+    for _ in until_deadline("both API servers have answered"):
+        with http.stream("GET", "/dashboard/state") as response:
+            pid = server_of(response)
+            states[pid] = json.loads(response.read())
+        if len(states) == 2:
+            break
+    one, other = states.values()
+    assert one["server"] != other["server"]
+    assert [_without_times(row) for row in one["engines"]] == [_without_times(row) for row in other["engines"]]
+    assert [row["pid"] for row in one["api_servers"]] == [row["pid"] for row in other["api_servers"]]
+    assert set(states) == {row["pid"] for row in one["api_servers"]}
+    events, same_events = (
+        sorted((event["member"], event["kind"], event["time"]) for event in state["events"]) for state in (one, other)
+    )
+    assert len(events) >= 4
+    for event, same_event in zip(events, same_events, strict=True):
+        assert event[:2] == same_event[:2]
+        assert abs(event[2] - same_event[2]) < 1, "a server takes the time of its own start from its own clock"
+
+
+def _without_times(row):
+    return {name: value for name, value in row.items() if name != "since" and "per_second" not in name}
+
+
 def _server_with_a_request(http: httpx.Client) -> int:
     """Return the process id of the API server that has a request in flight, from /load."""
     for _ in until_deadline("a server has something in flight"):

@@ -46,6 +46,11 @@ def test_replica_killed_engine_resumes_the_stream_and_nothing_is_left(cluster, c
         assert wait_until_whole(http, 1) == {0: 1}
         assert replica_pids() == [replica]
         assert http.get("/ready").status_code == 200
+        events = http.get("/dashboard/state").json()["events"]
+        assert [(event["member"], event["kind"]) for event in events[:2]] == [
+            ("engine-0.1", "recovered"),
+            ("engine-0", "lost"),
+        ]
         answer = http.get("/version", headers={"x-request-id": "mine"})
         assert answer.headers.get_list("x-request-id") == ["mine"]
         assert http.post("/pause").status_code == 403, "a client of the proxy's host is not one of the replica's"
