@@ -52,9 +52,7 @@ class AdapterCache:
             if not name or name in served_names(self._instance.config.model):
                 await app(scope, receive, send)
                 return
-            if self._instance.client.find_adapter(name) is None:
-                await self._find(name)  # raises first, because Serve unloads another adapter before it calls `load`
-            await self._load(name)
+            await self._ensure_loaded(name)
             release = self._retain(name)
 
             async def send_answer(message: Message) -> None:
@@ -69,6 +67,15 @@ class AdapterCache:
                 release()
 
         return call
+
+    async def _ensure_loaded(self, name: str) -> None:
+        """Load an adapter unless it is loaded. Raises `UserError`, and unloads none then."""
+        client = self._instance.client
+        if client.find_adapter(name) is None:
+            await self._find(name)  # raises first, because Serve unloads another adapter before it calls `load`
+        await self._load(name)
+        if client.find_adapter(name) is None:  # a control route has unloaded it, though Serve keeps it
+            await self._load_into_engines(name)
 
     def _retain(self, name: str) -> partial[None]:
         """Keep an adapter loaded until the returned function is called, which may be repeated."""
@@ -86,8 +93,12 @@ class AdapterCache:
         other means is used as it is, and stays."""
         if self._instance.client.find_adapter(name) is not None:
             return None
-        await self._instance.control(LoadAdapter(name=name, path=await self._find(name)))
+        await self._load_into_engines(name)
         return SimpleNamespace(__del__=partial(self._unload, name))
+
+    async def _load_into_engines(self, name: str) -> None:
+        # `load_inplace`: another request may have loaded it meanwhile
+        await self._instance.control(LoadAdapter(name=name, path=await self._find(name), load_inplace=True))
 
     async def _unload(self, name: str) -> None:
         try:

@@ -35,9 +35,8 @@ class MetricsMirror:
     async def run(self) -> None:
         """Update Ray's metrics until this is cancelled, in a thread, because there are hundreds."""
         while True:
-            samples = mirrored_samples(self._collect())
             try:
-                await asyncio.to_thread(self._write, samples)
+                await asyncio.to_thread(self._write, mirrored_samples(self._collect()))
             except Exception:  # metrics must not end a replica
                 logger.exception("the metrics were not written to Ray's; the next try is in %g s", PERIOD_SECONDS)
             await asyncio.sleep(PERIOD_SECONDS)

@@ -97,6 +97,8 @@ def test_replica_multiplexed_adapters_are_loaded_on_demand_and_unloaded(cluster,
         assert models() == [checkpoint, "two"], "an adapter that does not exist displaces none"
         assert token_ids(checkpoint, checkpoint) == base
         assert token_ids("one", "one") == one
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "one"}).status_code == 200
+        assert token_ids("one", "one") == one, "Serve keeps it in its list"
 
 
 @pytest.mark.slow

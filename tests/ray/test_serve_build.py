@@ -24,6 +24,12 @@ def test_build_app_has_an_accepted_deployment(cluster):
     assert (autoscaling.max_replicas, autoscaling.get_target_ongoing_requests()) == (4, 48)
 
 
+def test_build_app_automatic_number_of_replicas_has_our_policy(cluster):
+    deployment = deployment_of(build_app(device="cpu", deployment={"num_replicas": "auto"}))
+    config = deployment._deployment_config.autoscaling_config
+    assert (config.min_replicas, config.policy.policy_function) == (1, "eagleray.serve.autoscaling:scale_by_queue")
+
+
 def test_build_app_takes_a_gpu_where_the_cluster_has_some(cluster):
     assert deployment_of(build_app()).ray_actor_options["num_gpus"] == 1
     assert "num_gpus" not in deployment_of(build_app(device="cpu")).ray_actor_options
