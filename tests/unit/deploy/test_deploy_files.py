@@ -195,12 +195,9 @@ def test_dockerignore_admits_what_is_copied():
 
 
 def test_compose_builds_a_stage_and_mounts_files_that_exist():
-    for path in COMPOSE:
-        build = load(path)["services"]["eagleray"]["build"]
-        assert build["target"] in STAGES
-    assert (DEPLOY / COMPOSED["eagleray"]["build"]["context"] / COMPOSED["eagleray"]["build"]["dockerfile"]) == (
-        DEPLOY / ".." / "deploy" / DOCKERFILE.name
-    )
+    build = COMPOSED["eagleray"]["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == DOCKERFILE
+    assert {load(path)["services"]["eagleray"]["build"]["target"] for path in COMPOSE} <= STAGES
     for service in COMPOSED.values():
         for volume in service["volumes"]:
             source = volume.split(":")[0]
