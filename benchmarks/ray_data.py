@@ -10,6 +10,7 @@ exits with 1 if a row is lost, repeated or failed. It starts a Ray cluster of it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -20,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,7 @@ class Outcome:
 
 
 class Killer:
-    """Kills an engine and a stage's actor of this cluster in turn, every few seconds, until it is stopped.
-
-    `seconds` None: only when `kill` is called.
-    """
+    """Kills an engine and a stage's actor of this cluster in turn, every few seconds, until it is stopped."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
@@ -78,20 +75,22 @@ class Killer:
         self._stopped.set()
         self._thread.join()
 
-    def kill(self, kind: str) -> bool:
-        """Kill a process of this kind, if there is one."""
+    def _kill(self, kind: str) -> bool:
+        """Kill a process of this kind. Return False if there is none."""
         pids = stage_actors() if kind == "actor" else [pid for actor in stage_actors() for pid in engines_of(actor)]
         if not pids:
             return False
-        pid = pids[sum(self.kills.values()) % len(pids)]
-        os.kill(pid, signal.SIGKILL)
+        try:
+            os.kill(pids[self.kills.total() % len(pids)], signal.SIGKILL)
+        except ProcessLookupError:
+            return False
         self.kills[kind] += 1
         return True
 
     def _run(self) -> None:
         kind = next(self._kinds)
         while not self._stopped.wait(self._seconds):
-            if self.kill(kind):
+            if self._kill(kind):
                 kind = next(self._kinds)
 
 
@@ -104,11 +103,12 @@ def stage_actors() -> list[int]:
 def engines_of(pid: int) -> list[int]:
     """Return the engines that a process has started. The last word of their command lines is their label."""
     found = []
-    for child in Path(f"/proc/{pid}/task").glob("*/children"):
-        for name in child.read_text().split():
-            words = Path(f"/proc/{name}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-            if words[-1].startswith(b"engine-"):
-                found.append(int(name))
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of processes that have just exited
+        for child in Path(f"/proc/{pid}/task").glob("*/children"):
+            for name in child.read_text().split():
+                words = Path(f"/proc/{name}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+                if words[-1].startswith(b"engine-"):
+                    found.append(int(name))
     return found
 
 
@@ -166,7 +166,7 @@ def params(args: argparse.Namespace) -> dict[str, Any]:
     return {"max_tokens": args.max_tokens, "temperature": 1.0, "ignore_eos": True}
 
 
-@contextmanager
+@contextlib.contextmanager
 def own_cluster(num_cpus: int):
     """Start a Ray cluster, whose files are removed in the end."""
     directory = tempfile.mkdtemp(prefix="er-")

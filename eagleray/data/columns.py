@@ -88,7 +88,9 @@ def one_completion(params: SamplingParams) -> SamplingParams:
 def adapter_of(row: Row, column: str | None, known: Collection[str]) -> str | None:
     """Return the name of the row's adapter; None for the model itself. Raises `InvalidRequest` for an unknown name."""
     name = None if column is None else row[column]
-    if name is not None and name not in known:
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in known:
         names = ", ".join(known) or "none"
         raise InvalidRequest(
             f"column {column!r} names adapter {name!r}, but the option `lora_modules` names {names}", param=column

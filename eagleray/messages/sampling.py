@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -295,7 +295,12 @@ def resolve_all_logprobs(params: SamplingParams, vocab_size: int) -> SamplingPar
 
 
 def _check_lists(params: SamplingParams) -> None:
-    """Raise `InvalidRequest` for a list with too many entries, or with a text that is too long."""
+    """Raise `InvalidRequest` for a list that is none, that has too many entries, or a text that is too long."""
+    for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
+        value = getattr(params, name)
+        _require(value is None or isinstance(value, Collection), name, value, "a list")
+    biases = params.logit_bias
+    _require(biases is None or isinstance(biases, Mapping), "logit_bias", biases, "a mapping from token ids to numbers")
     most = {
         "stop_strings": MAX_STOP_STRINGS,
         "bad_words": MAX_BAD_WORDS,

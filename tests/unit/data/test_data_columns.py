@@ -64,6 +64,10 @@ def test_params_of_row_without_values_are_the_defaults() -> None:
         ({"temperature": -1.0}, "temperature"),
         ({"logit_bias": {"a": 1.0}}, "'a' where a token id is expected"),
         ({"n": 2}, "a row has one completion"),
+        ({"stop": 5}, "`stop` must be a list"),
+        ({"bad_words": 5}, "`bad_words` must be a list"),
+        ({"allowed_token_ids": 5}, "`allowed_token_ids` must be a list"),
+        ({"logit_bias": 5}, "`logit_bias` must be a mapping"),
         ("max_tokens", "where sampling parameters are expected"),
     ],
 )
@@ -76,5 +80,7 @@ def test_adapter_of_unknown_name_says_which_there_are() -> None:
     assert adapter_of({"a": "pirate"}, "a", ["pirate"]) == "pirate"
     assert adapter_of({"a": None}, "a", ["pirate"]) is None
     assert adapter_of({}, None, []) is None
+    with pytest.raises(InvalidRequest, match=r"names adapter \['pirate'\], but"):
+        adapter_of({"a": ["pirate"]}, "a", ["pirate"])
     with pytest.raises(InvalidRequest, match="names adapter 'poet', but the option `lora_modules` names pirate"):
         adapter_of({"a": "poet"}, "a", ["pirate"])
