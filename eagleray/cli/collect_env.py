@@ -31,6 +31,9 @@ FEATURES = (
 VARIABLES = ("EAGLERAY_", "RAY_", "OMP_", "CUDA_", "NCCL_", "HF_", "TORCH_", "LD_PRELOAD", "CXX")
 """Beginnings of the names of variables that change what eagleray does."""
 
+DEVELOPMENT_EXTRAS = ("browser", "deploy", "docs", "test")
+"""Extras that nobody needs who only uses eagleray."""
+
 Facts = dict[str, dict[str, Any]]
 
 
@@ -91,11 +94,13 @@ def _program_facts() -> Facts:
 
 
 def _requirements() -> list[str]:
-    """Return the requirements of the installed package, without those of its tests."""
+    """Return the requirements of the installed package, without those for its development."""
     try:
-        return [requirement for requirement in requires("eagleray") or [] if 'extra == "test"' not in requirement]
+        found = requires("eagleray") or []
     except PackageNotFoundError:  # a source tree on PYTHONPATH
         return []
+    left_out = [f'extra == "{extra}"' for extra in DEVELOPMENT_EXTRAS]
+    return [requirement for requirement in found if not any(extra in requirement for extra in left_out)]
 
 
 def _versions(requirements: Iterable[str]) -> dict[str, str]:

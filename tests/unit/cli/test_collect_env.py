@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import tomllib
+from pathlib import Path
 
-from eagleray.cli.collect_env import format_facts, processor_facts, shown_variables
+from eagleray.cli.collect_env import DEVELOPMENT_EXTRAS, format_facts, processor_facts, shown_variables
 from eagleray.cli.main import main
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable
 from eagleray.worker.device_report import describe_devices
@@ -24,6 +26,13 @@ def test_shown_variables_hide_secrets_by_name_and_by_value():
     shown = shown_variables(variables)
     assert shown["RAY_ADDRESS"] == "10.0.0.1:6379"
     assert "abc" not in shown["HF_TOKEN"] and "word" not in shown["HF_ENDPOINT"]
+
+
+def test_development_extras_exist():
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert set(DEVELOPMENT_EXTRAS) < extras.keys()
 
 
 def test_format_facts_leaves_out_empty_sections():
