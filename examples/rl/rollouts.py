@@ -36,12 +36,11 @@ def main() -> None:
         ]
         show(rollouts[0], tokenizer)
         difference, equal = compare(model, rollouts)
-        print(
-            f"{len(rollouts)} rollouts: log-probabilities differ by at most {difference:.1e}, {equal:.2%} of the rows"
-        )
-        print("of experts are those that transformers chooses")
+        print(f"log-probabilities differ from those of transformers by at most {difference:.1e}")
+        print(f"{equal:.2%} of the tokens were computed by the experts that transformers chooses")
         assert difference <= MAX_LOGPROB_DIFFERENCE and equal >= MIN_EQUAL_EXPERTS
 
+        # A trainer would push weights that it has changed; here only their version differs.
         long = pool.submit(instance.rollouts, prompts, num_each=NUM_EACH, max_tokens=600, seed=1)
         instance.push(model.state_dict().items(), "step-1")
         for rollout in (group[0] for group in long.result()):
