@@ -169,6 +169,22 @@ def test_replica_given_up_instance_fails_the_health_check_with_the_cause(cluster
 
 
 @pytest.mark.slow
+def test_replica_that_is_killed_takes_its_engine_and_workers_with_it(cluster, checkpoint):
+    options = {"tensor_parallel_size": 2, "ray_worker_resources": ACC, **OPTIONS}
+    with deployed(checkpoint, **options) as http:
+        (replica,) = replica_pids()
+        workers = [int(entry["Pid"]) for entry in ray_cluster.living_actors() if entry["Name"].endswith("-pp0")]
+        there = [replica, *children_of(replica), *workers]
+        assert len(there) >= 4
+        os.kill(replica, signal.SIGKILL)
+        wait_until_gone(there, SECONDS)
+        assert ray_cluster.wait_until(lambda: http.get("/ready").status_code == 200, SECONDS)
+        assert len(tokens(http, PROMPT, max_tokens=20, temperature=0)) == 20
+        groups = [entry for entry in placement_group_table().values() if entry["state"] == "CREATED"]
+        assert len(groups) == 1
+
+
+@pytest.mark.slow
 def test_replica_that_is_deleted_lets_running_streams_finish(cluster, checkpoint):
     from ray import serve
 
