@@ -99,7 +99,7 @@ class GenerationCalls:
         """Wait for the outputs of requests, in their order. If it fails or is cancelled, none keeps running."""
         try:
             with Progress("prompts", len(sent), is_shown=use_tqdm) as progress:
-                work = [self._result(index, one, errors, progress) for index, one in enumerate(sent)]
+                work = [self._result(index, one, errors, progress, len(sent) > 1) for index, one in enumerate(sent)]
                 return await self._instance.guard(_gather(work))
         finally:
             abort_all(sent)
@@ -150,7 +150,12 @@ class GenerationCalls:
         return sent
 
     async def _result(
-        self, index: int, one: Sent | RequestError, errors: ErrorsMode, progress: Progress
+        self,
+        index: int,
+        one: Sent | RequestError,
+        errors: ErrorsMode,
+        progress: Progress,
+        is_one_of_several: bool,
     ) -> OutputOrError:
         result: OutputOrError
         if isinstance(one, RequestError):
@@ -160,7 +165,7 @@ class GenerationCalls:
                 result = await one[0].result()
             except ROW_ERRORS as error:
                 if errors == "raise":
-                    raise
+                    raise name_row(error, index, is_one_of_several=is_one_of_several) from None
                 result = RequestError(index, error)
         if isinstance(result, RequestOutput):
             progress.add_tokens(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from eagleray.client.pooling import (
@@ -33,6 +34,7 @@ from eagleray.lora import LoraLike, LoraRequests
 from eagleray.messages.membership import EngineInfo
 from eagleray.progress import Progress
 from eagleray.prompts import PromptLike, as_prompts, one_for_each
+from eagleray.row_errors import naming_row
 
 ParamsLike = PoolingParams | Sequence[PoolingParams] | None
 Output = TypeVar("Output")
@@ -104,7 +106,7 @@ class PoolingCalls:
             prompts = [self._pair_prompt(first[one], second[other], chat_template) for one, other in pairs]
             found = await self.encode(prompts, own, "classify", lora_request=lora_request, use_tqdm=use_tqdm)
             return [_with_outputs(one, ScoringOutput(float(one.outputs.data[0]))) for one in found]
-        pooled = await self._pool([*first, *second], lora_request, use_tqdm)
+        pooled = await self._pool([*first, *second], lora_request, use_tqdm, names_prompts=False)
         return [_compare(pooled[one], pooled[len(first) + other]) for one, other in pairs]
 
     def _check(self, params: PoolingParams, task: PoolingTask | None) -> PoolingSpec:
@@ -133,18 +135,26 @@ class PoolingCalls:
         use_tqdm: bool,
         request_id: str | None = None,
         priority: int = 0,
+        *,
+        names_prompts: bool = True,
     ) -> list[tuple[str, PooledPrompt]]:
-        """Return the ids and vectors of the prompts. No prompt keeps running if one is wrong or fails."""
+        """Return the ids and vectors of the prompts. No prompt keeps running if one is wrong or fails.
+
+        `names_prompts`: whether the error of one among several has its index, which a caller of pairs did not give."""
         requests = one_for_each(lora_request, len(prompts), "lora_request")
         adapters = [await self._loras.find(request) for request in requests]
+        named = partial(naming_row, is_one_of_several=names_prompts and len(prompts) > 1)
         streams: list[RequestStream] = []
         try:
-            for prompt, adapter in zip(prompts, adapters, strict=True):
-                streams.append(self._instance.pool(prompt, request_id=request_id, priority=priority, adapter=adapter))
+            for index, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True)):
+                with named(index):
+                    stream = self._instance.pool(prompt, request_id=request_id, priority=priority, adapter=adapter)
+                streams.append(stream)
             with Progress("prompts", len(streams), is_shown=use_tqdm) as progress:
 
-                async def finish(stream: RequestStream) -> tuple[str, PooledPrompt]:
-                    pooled = await stream.pooled()
+                async def finish(index: int, stream: RequestStream) -> tuple[str, PooledPrompt]:
+                    with named(index):
+                        pooled = await stream.pooled()
                     progress.add_tokens(len(pooled.prompt_token_ids), 0)
                     progress.finish()
                     return stream.request_id, pooled
@@ -157,9 +167,9 @@ class PoolingCalls:
 
 async def _gather(
     streams: Sequence[RequestStream],
-    finish: Callable[[RequestStream], Coroutine[Any, Any, tuple[str, PooledPrompt]]],
+    finish: Callable[[int, RequestStream], Coroutine[Any, Any, tuple[str, PooledPrompt]]],
 ) -> list[tuple[str, PooledPrompt]]:
-    return await asyncio.gather(*map(finish, streams))
+    return await asyncio.gather(*map(finish, range(len(streams)), streams))
 
 
 def _texts(given: str | Sequence[str], name: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from eagleray.errors import DeadlineExceeded, EagleRayError, RequestFailed, UserError
@@ -32,3 +34,12 @@ def name_row(error: EagleRayError, index: int, *, is_one_of_several: bool) -> Ea
     if is_one_of_several:
         error.args = (f"prompt {index}: {error}", *error.args[1:])
     return error
+
+
+@contextmanager
+def naming_row(index: int, *, is_one_of_several: bool) -> Iterator[None]:
+    """Name the prompt in an error that concerns it alone."""
+    try:
+        yield
+    except ROW_ERRORS as error:
+        raise name_row(error, index, is_one_of_several=is_one_of_several) from None

@@ -15,7 +15,7 @@ from eagleray.client.request import RequestStream
 from eagleray.errors import Unavailable
 from eagleray.instance import InstanceThread
 from eagleray.messages.sampling import RequestOutputKind
-from eagleray.row_errors import ROW_ERRORS, RequestError
+from eagleray.row_errors import ROW_ERRORS, RequestError, name_row
 
 OutputOrError = RequestOutput | RequestError
 
@@ -88,6 +88,7 @@ class OutputCollector:
 
     def __init__(self, *, returns_errors: bool = False) -> None:
         self._returns_errors = returns_errors
+        self._num_added = 0
         self._streams: dict[int, tuple[RequestStream, RequestOutputKind]] = {}
         self._failed: list[RequestError] = []
         self._ready: dict[int, None] = {}
@@ -101,6 +102,7 @@ class OutputCollector:
 
     def add(self, streams: Mapping[int, tuple[RequestStream, RequestOutputKind] | RequestError]) -> None:
         """Read these streams too, by index. An error is an output, the next one."""
+        self._num_added += len(streams)
         for index, one in streams.items():
             if isinstance(one, RequestError):
                 self._failed.append(one)
@@ -140,7 +142,7 @@ class OutputCollector:
             return pop_output(*self._streams[index])
         except ROW_ERRORS as error:
             if not self._returns_errors:
-                raise
+                raise name_row(error, index, is_one_of_several=self._num_added > 1) from None
             return RequestError(index, error)
 
     def _on_output(self, index: int) -> None:

@@ -111,7 +111,7 @@ def test_llm_of_classifier_scores_pairs_as_transformers(reranker):
             llm.embed(query, use_tqdm=False)
         with pytest.raises(InvalidRequest, match="is served for pooling"):
             llm.generate(query, use_tqdm=False)
-        with pytest.raises(InvalidRequest, match="token id 9999 is out of range"):
+        with pytest.raises(InvalidRequest, match=r"^prompt 1: .*token id 9999 is out of range"):
             llm.classify([query, [9999]], use_tqdm=False)
 
 
