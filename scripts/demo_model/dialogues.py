@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -38,7 +39,7 @@ SUM_WORDS = {"+": "plus", "-": "minus", "*": "times"}
 class DialogueSampler:
     """Draws conversations; the same generator state gives the same conversation.
 
-    Names of the standard library that no fact has, and lines of running text, are messages to refuse.
+    Names of the standard library that no fact has, lines of running text, and random letters are messages to refuse.
     """
 
     def __init__(self, split: QuestionSplit, library_names: Iterable[str], lines: Sequence[str]):
@@ -68,7 +69,7 @@ class DialogueSampler:
         if kind == "sum":
             return sum_exchange(rng)
         if kind == "text":
-            return rng.choice(self.lines), REFUSAL
+            return rng.choice(self.lines) if rng.random() < 0.7 else gibberish(rng), REFUSAL
         if kind == "unknown name":
             question = rng.choice(UNKNOWN_NAME_QUESTIONS).format(rng.choice(self.unknown_names))
         else:
@@ -84,6 +85,12 @@ class DialogueSampler:
         question = rng.choice(by_kind[kind])
         changed = as_typed(question if kind == "subject" else reworded(question, rng), fact.topic, rng)
         return question if self.split.is_held_out(fact, changed) else changed
+
+
+def gibberish(rng: random.Random) -> str:
+    """Return a few words of random letters."""
+    words = ("".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 9))) for _ in range(rng.randint(1, 4)))
+    return " ".join(words)
 
 
 def unknown_topics() -> list[list[str]]:

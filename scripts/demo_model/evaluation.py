@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from demo_model.corpus import build_corpus
-from demo_model.dialogues import REFUSAL, DialogueSampler, Turn, held_out_unknown_topics, sum_exchange
+from demo_model.dialogues import (
+    REFUSAL,
+    DialogueSampler,
+    Turn,
+    gibberish,
+    held_out_unknown_topics,
+    sum_exchange,
+)
 from demo_model.facts import choose_facts
 from demo_model.phrasings import FOLLOW_UPS, split_questions
 from eagleray import LLM, SamplingParams
@@ -21,7 +28,7 @@ ALL_HELD_OUT = "all held-out phrasings"
 MIN_RIGHT = 0.80
 MAX_TOKENS = 512
 MAX_LINE_REPEATS = 3
-LOOP_PROMPTS = {"held-out phrasings": 100, "unknown topic": 60, "unknown name": 20, "text": 20}
+LOOP_PROMPTS = {"held-out phrasings": 100, "unknown topic": 60, "unknown name": 15, "text": 15, "gibberish": 10}
 NUM_OTHERS = 150
 """Number of questions of each kind that is not a held-out phrasing."""
 
@@ -125,11 +132,12 @@ def make_probes(sampler: DialogueSampler, limit: int | None = None) -> list[Prob
 
 
 def loop_prompts(probes: Sequence[Probe], texts: Sequence[str]) -> list[tuple[Turn, ...]]:
-    """Return questions of the model's subjects, questions of others, and lines of text as messages."""
+    """Return questions of the model's subjects, questions of others, lines of text, and random letters."""
+    rng = random.Random(0)
     pools: dict[str, list[tuple[Turn, ...]]] = {"text": [(("user", text),) for text in texts]}
+    pools["gibberish"] = [(("user", gibberish(rng)),) for _ in range(LOOP_PROMPTS["gibberish"])]
     for probe in probes:
         pools.setdefault("held-out phrasings" if probe.kind in HELD_OUT else probe.kind, []).append(probe.turns)
-    rng = random.Random(0)
     counts = {kind: min(count, len(pools[kind])) for kind, count in LOOP_PROMPTS.items()}
     return [turns for kind, count in counts.items() for turns in rng.sample(pools[kind], count)]
 
