@@ -98,7 +98,7 @@ $(READY): pyproject.toml
 # Half of what tests need. Not quiet, because pip's lines are all that a new user sees for a minute.
 $(SERVE_READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --no-compile --editable .
+	$(BIN)/pip install --no-compile --editable ".[top]"
 	touch $@
 
 $(DOCS_READY): $(READY)
