@@ -17,7 +17,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-ANSWER = [
+PROGRAM = [
     "import logging; logging.basicConfig(level=logging.INFO, format='%(message)s')",
     "from eagleray.kernels.cpu.build.library import native_library; native_library()",
 ]
@@ -31,7 +31,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="eagleray-first-start-") as directory:
         python = install(arguments.wheel.absolute(), Path(directory, "venv"))
         environment = {"HOME": directory, "PATH": str(Path(directory, "nothing"))}
-        check_kernels(python, environment)
+        check_kernels(python, environment, directory)
         command = [python, "-m", "eagleray.cli.main", "bench", "startup", "--repeat", str(arguments.starts)]
         subprocess.run(command, env=environment, check=True, cwd=directory)
 
@@ -45,9 +45,10 @@ def install(wheel: Path, directory: Path) -> Path:
     return python
 
 
-def check_kernels(python: Path, environment: dict[str, str]) -> None:
+def check_kernels(python: Path, environment: dict[str, str], directory: str) -> None:
     """Exit with a message unless the installed package uses prebuilt kernels."""
-    done = subprocess.run([python, "-c", "\n".join(ANSWER)], env=environment, capture_output=True, text=True)
+    command = [python, "-c", "\n".join(PROGRAM)]
+    done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True)
     if "using the prebuilt kernels for" not in done.stderr:
         sys.exit(f"the kernels are not the prebuilt ones:\n{done.stderr}")
     print(done.stderr.strip())

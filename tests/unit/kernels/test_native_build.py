@@ -256,6 +256,12 @@ def test_openmp_functions_are_those_of_torch(tmp_path):
     assert mapped_runtimes() == before
 
 
+def test_openmp_functions_of_a_private_runtime_are_found_by_its_file(monkeypatch):
+    expected, open_library = openmp_functions(), ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, **mode: open_library(name, **mode) if name else object())
+    assert openmp_functions() == expected
+
+
 # ---- the library
 
 
