@@ -11,6 +11,7 @@ import os
 import shutil
 import struct
 import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class EmulatedLibrary:
             [EMULATOR, "-L", SYSROOT, str(runner), str(library)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._memory = os.open("/proc/self/mem", os.O_RDONLY)
+        self._lock = threading.Lock()  # weights are packed by several threads
         fingerprint = self._read(fingerprint_size)
         self.er_abi_fingerprint = lambda: fingerprint
 
@@ -59,6 +61,10 @@ class EmulatedLibrary:
 
     def call(self, name: str, integers: Sequence[int], floats: Sequence[float]) -> int:
         """Call a function and apply what it writes to this process's memory."""
+        with self._lock:
+            return self._call(name, integers, floats)
+
+    def _call(self, name: str, integers: Sequence[int], floats: Sequence[float]) -> int:
         padded = [*integers, *[0] * (16 - len(integers))], [*floats, *[0.0] * (4 - len(floats))]
         self._process.stdin.write(struct.pack("<64s16q4f", name.encode(), *padded[0], *padded[1]))
         self._process.stdin.flush()
