@@ -27,8 +27,8 @@ NUM_EXCHANGES = (1, 2, 3, 4, 6)
 NUM_EXCHANGES_WEIGHTS = (60, 20, 10, 6, 4)
 FOLLOW_UP_SHARE = 0.3
 EXCHANGE_WEIGHTS = {"fact": 74, "sum": 7, "unknown topic": 10, "unknown name": 5, "text": 4}
-# Wordings differ more than templates, and are fewer, so a question is first drawn by its kind.
-KIND_WEIGHTS = {"subject": 3, "goal": 4, "paraphrase": 2}
+# A question is first drawn by its kind: a fact has several goals, each of which has to be seen often, and one subject.
+KIND_WEIGHTS = {"subject": 2, "goal": 5, "paraphrase": 2}
 
 UNKNOWN_NAME_QUESTIONS = ["What does {} do?", "What is {}?", "Explain {}.", "How do I use {}?", "Tell me about {}.",
                           "What is {} for?", "How does {} work?", "Describe {}."]  # fmt: skip
