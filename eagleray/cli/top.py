@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import itertools
 import os
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 import msgspec
 
 from eagleray.cli.api_key import ENVIRONMENT_HELP
-from eagleray.cli.keys import pressed_keys
+from eagleray.cli.keys import CTRL_C, pressed_keys
 from eagleray.cli.state_stream import StateStream
 from eagleray.errors import EagleRayError, Unavailable, UserError
 from eagleray.server.dashboard.state import DashboardState
@@ -89,11 +88,10 @@ class _Screen:
         console, size = Console(highlight=False), None
         self._reader.start()
         with (
-            contextlib.suppress(KeyboardInterrupt),
             pressed_keys() as read_key,
             Live(console=console, screen=True, auto_refresh=False) as live,
         ):
-            while read_key(KEY_POLL_SECONDS if size else 0.0) not in ("q", "Q"):
+            while read_key(KEY_POLL_SECONDS if size else 0.0) not in ("q", "Q", CTRL_C):
                 if self._take_news() or console.size != size:
                     size = console.size
                     lines = render(

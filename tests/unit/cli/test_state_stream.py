@@ -6,6 +6,7 @@ import fcntl
 import http.server
 import os
 import pty
+import signal
 import subprocess
 import sys
 import termios
@@ -121,6 +122,12 @@ def test_top_without_rich_says_what_to_install(monkeypatch):
         run(argparse.Namespace(url="http://localhost", api_key=None))
 
 
+def _as_in_the_background() -> None:
+    """Make the terminal the controlling one, so that Ctrl-C is a signal, which is ignored."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 @pytest.mark.parametrize("key", [b"q", b"\x03"])
 def test_top_in_a_terminal_ends_with_a_key(key):
     leader, follower = pty.openpty()
@@ -133,7 +140,7 @@ def test_top_in_a_terminal_ends_with_a_key(key):
             stderr=subprocess.PIPE,
             env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+            preexec_fn=_as_in_the_background,
         )
         os.close(follower)
         shown = b""
