@@ -1,4 +1,4 @@
-"""Times and bits of the variants of the CPU kernels against those that are compiled for this processor.
+"""Times and bits of each variant of the CPU kernels, compared with kernels compiled for this processor.
 
 python benchmarks/kernel_variants.py [CHECKPOINT] [--variants avx512_bf16 avx2 ...] [--rounds N]
 

@@ -38,7 +38,7 @@ ID = "id"
 
 @dataclass
 class Outcome:
-    """What came of the rows."""
+    """Counts of the rows by their result."""
 
     name: str
     num_rows: int
@@ -76,7 +76,7 @@ class Killer:
         self._thread.join()
 
     def _kill(self, kind: str) -> bool:
-        """Kill a process of this kind. Return False if there is none."""
+        """Kill a process of this kind, and return whether one was running."""
         pids = stage_actors() if kind == "actor" else [pid for actor in stage_actors() for pid in engines_of(actor)]
         if not pids:
             return False

@@ -20,7 +20,7 @@ OPERATORS = ";&|<>"
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 PROMPT = "$ "
 TYPED = re.compile(r"^\$ (?:.*\\\n)*.*\n", re.M)
-"""A line behind the prompt, with those that continue it."""
+"""A line behind the prompt, and its continuation lines."""
 RUN = "run"
 
 

@@ -1,4 +1,4 @@
-"""What `eagleray top` prints for a state of the server, in the lines and columns that there are. Pure."""
+"""Text of `eagleray top` for a state of the server, fitted to the size of the terminal. Pure."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from eagleray.generation_calls import OneParams, as_params
 DEFAULT_OUTPUTS = ("generated_text", "finish_reason", "num_prompt_tokens", "num_generated_tokens")
 
 BLOCKS_AHEAD = 2
-"""Blocks of an actor, as a multiple of those that hold all rows in flight: a block remains until its slowest row has
-finished, and the rows of other blocks fill the engines meanwhile."""
+"""Number of blocks of an actor for each block of rows in flight: a block remains until its slowest row has finished,
+and rows of other blocks fill the engines meanwhile."""
 
 
 def generate(

@@ -39,7 +39,7 @@ class Membership:
         self._missing: dict[MemberId, Left] = {}
         """Engines that have left and have no replacement yet, by replica key."""
         self.history = MemberHistory()
-        """What has been published, for members that attach later."""
+        """Published changes, for members that attach later."""
 
     def expect(self, member: MemberId) -> None:
         """Record that `member` was spawned: its exit is published even if it comes before `attach`."""

@@ -70,5 +70,5 @@ def adapter_source(given: Any, config: Config) -> AdapterSource:
 
 
 def adapter_capacity(config: Config) -> int:
-    """Return the number of adapters that requests may load, beside those that are loaded at the start."""
+    """Return the number of adapters that requests may load. Those of `lora_modules` take the other places."""
     return config.lora.max_loras - len(lora_modules(config))

@@ -19,7 +19,7 @@ def scale_by_queue(context: Any) -> tuple[float, dict[str, Any]]:
     """Return how many replicas the load needs, and no state. `context`: Serve's `AutoscalingContext`.
 
     A replica whose engines have no queue has room for `target_ongoing_requests` sequences; one with a queue has room
-    for those that it runs, because its cache holds no more. Requests that wait in Serve count as one sequence each.
+    for its running ones, because its cache holds no more. Requests that wait in Serve count as one sequence each.
     """
     target = context.config.get_target_ongoing_requests()
     recorded = context.aggregated_metrics or {}

@@ -1,4 +1,4 @@
-"""Defaults of a deployment, which those that the user gives replace. Pure."""
+"""Default options of a deployment. The user's own replace them. Pure."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ WORD_OF_SYNONYMS = re.compile(
     rf"\b({'|'.join(sorted({word for group in SYNONYMS for word in group}, key=len, reverse=True))})\b"
 )
 UNSTRESSED = frozenset("How What I a an the of to do does in is are it can my for by".split())  # noqa: SIM905
-# What `as_typed` adds before and behind a question.
+# Openings, places and punctuation that `as_typed` adds to a question.
 ADDED = re.compile(
     rf"^({'|'.join(OPENINGS)}) |( ({'|'.join(itertools.chain(*PLACES.values()))}))?[ ?.!]*$", re.IGNORECASE
 )

@@ -19,7 +19,7 @@ CONFIG_GROUP = " options"
 WHOLE = "eagleray serve"
 """Command under which the flags of the configuration are listed."""
 HIDDEN = (argparse._SubParsersAction, argparse._HelpAction, argparse._VersionAction)
-"""Actions that every command has, and those that lead to other commands."""
+"""Actions without an entry on the page: help, version, and subcommands."""
 
 
 def page() -> str:

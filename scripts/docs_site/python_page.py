@@ -45,7 +45,7 @@ def _module(name: str) -> str:
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return the names that a module exports: those of `__all__`, or else those that it defines."""
+    """Return the public names of a module: `__all__`, or else everything that it defines."""
     defined = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     return [name for name in getattr(module, "__all__", defined) if not name.startswith("_")]
 
@@ -63,7 +63,7 @@ def _entry(name: str, value: Any) -> str:
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the public methods and properties of a class, with those that it inherits from classes of eagleray."""
+    """Yield the public methods and properties of a class, including inherited ones of eagleray's classes."""
     seen: set[str] = set()
     for base in kind.__mro__:
         for name, value in vars(base).items() if base.__module__.partition(".")[0] == PACKAGE else ():
@@ -126,7 +126,7 @@ def _docstring(value: Any) -> str:
 
 
 def _signature(value: Any) -> str:
-    """Return the signature as it is written, without `self`; empty if there is none."""
+    """Return the signature as it is written, without `self`, or an empty text if it is not worth showing."""
     if inspect.isclass(value) and (
         hasattr(value, "__struct_fields__") or issubclass(value, BaseException | Enum | dict)
     ):

@@ -40,7 +40,7 @@ except OSError as error:
 
 
 class GuardedCluster(RayCluster):
-    """A cluster whose hosts refuse connections to all ports but those that the page opens."""
+    """A cluster whose hosts refuse connections to every port that the page does not open."""
 
     options = tuple(word for option in OPTIONS if not option.startswith("--port ") for word in option.split())
 

@@ -58,7 +58,7 @@ VARIANTS = (
     Variant("neon_bf16", "aarch64", "-march=armv8.2-a", {"bf16": "-march=armv8.2-a+bf16"}),
     Variant("neon", "aarch64", "-march=armv8-a", {}),
 )
-"""All variants; of those that a processor supports, the first is the fastest."""
+"""All variants, the fastest of each architecture first."""
 
 
 def variants_of(architecture: str) -> list[Variant]:
