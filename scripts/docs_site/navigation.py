@@ -1,4 +1,4 @@
-"""Navigation of the site: every page, in groups. Pages that do not exist yet are left out."""
+"""Navigation of the site: every page, in groups."""
 
 from __future__ import annotations
 
@@ -66,12 +66,9 @@ def listed_pages() -> list[str]:
     return [page for pages in NAVIGATION.values() for page in pages]
 
 
-def toctrees(root: Path) -> str:
-    """Return the tables of contents of the pages below `root` that exist, one for each group."""
-    return "".join(
-        _toctree([page for page in pages if (root / page).exists()], caption=group)
-        for group, pages in NAVIGATION.items()
-    )
+def toctrees() -> str:
+    """Return the tables of contents, one for each group."""
+    return "".join(_toctree(pages, caption=group) for group, pages in NAVIGATION.items())
 
 
 def pages_below(root: Path, page: str) -> list[str]:

@@ -40,7 +40,7 @@ def write_sources(root: Path, stage: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(Links(root, stage, document, documents).rewrite(text), "utf-8")
     with (stage / INDEX).open("a", encoding="utf-8") as index:
-        index.write(f"\n{toctrees(stage)}")
+        index.write(f"\n{toctrees()}")
     for page in BELOW.keys() & documents:
         with (stage / page).open("a", encoding="utf-8") as parent:
             parent.write(f"\n{toctree_below(stage, page)}")
@@ -50,7 +50,7 @@ def documents_below(root: Path) -> Iterator[str]:
     """Yield the paths of the documents of the site, but for the README."""
     yield from (str(path.relative_to(root)) for path in (root / "docs").rglob("*.md"))
     for page in listed_pages():
-        if (root / page).exists():
+        if posixpath.dirname(page) != REFERENCE:
             yield page
             yield from (posixpath.join(posixpath.dirname(page), below) for below in pages_below(root, page))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from docs_site import stage
+from docs_site import navigation, stage
 from docs_site.cli_page import page as cli_page
 from docs_site.flag_table import tables
 from docs_site.http_page import page as http_page
@@ -13,7 +13,7 @@ from docs_site.http_page import read_document
 from docs_site.markdown import directive, plain, table
 from docs_site.metrics_page import labels_of, read_families
 from docs_site.metrics_page import page as metrics_page
-from docs_site.navigation import INDEX, REFERENCE, listed_pages, toctrees
+from docs_site.navigation import INDEX, REFERENCE, listed_pages
 from docs_site.options_page import page as options_page
 from docs_site.python_page import page as python_page
 
@@ -27,8 +27,10 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def repository(tmp_path):
+def repository(tmp_path, monkeypatch):
     """A repository with a README, a page that links to all kinds of places, and a decision."""
+    pages = {"Start": ("docs/models.md", f"{REFERENCE}/cli.md"), "Internals": ("docs/decisions/README.md",)}
+    monkeypatch.setattr(navigation, "NAVIGATION", pages)
     files = {
         "README.md": "# Title\n\n[page](docs/models.md)\n",
         "docs/models.md": "[top](../README.md#title) [code](../eagleray/llm.py) "
@@ -60,10 +62,9 @@ def test_navigation_lists_a_page_once():
     assert len(listed_pages()) == len(set(listed_pages()))
 
 
-def test_toctrees_leave_out_pages_that_do_not_exist(repository):
-    text = toctrees(repository)
-    assert "docs/models\n" in text
-    assert "docs/rl" not in text
+def test_navigation_lists_pages_that_exist():
+    made = [f"{REFERENCE}/{name}.md" for name in stage.PAGES]
+    assert [page for page in listed_pages() if page not in made and not (ROOT / page).exists()] == []
 
 
 def test_write_sources_links_lead_to_pages_and_copies(repository, tmp_path, monkeypatch):
@@ -77,7 +78,7 @@ def test_write_sources_links_lead_to_pages_and_copies(repository, tmp_path, monk
     assert (tmp_path / "to/eagleray/llm.py").read_text() == "text\n"
     index = (tmp_path / "to" / INDEX).read_text()
     assert index.startswith("# Title\n\n[page](docs/models.md)\n")
-    assert f"{REFERENCE}/cli\n" in index
+    assert f":caption: Start\n\ndocs/models\n{REFERENCE}/cli\n" in index
     assert "0001-rows\n" in (tmp_path / "to/docs/decisions/README.md").read_text()
 
 
