@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from docs_site.markdown import code, plain, table
-from docs_site.options_page import flags_of
+from docs_site.options_page import flags_of, value_of
 from eagleray.cli.commands import COMMANDS, make_parser
 
 HEAD = """# Command line
@@ -37,8 +37,8 @@ def _command(title: str, parser: argparse.ArgumentParser, level: int) -> str:
     text = f"{'#' * level} {title}\n\n{plain(_sentence(parser.description or ''))}\n\n"
     below = _commands(parser)
     if not below:
-        places = "".join(f" [{action.metavar or action.dest.upper()}]" for action in _positions(parser))
-        text += f"```text\n{title} [OPTIONS]{places}\n```\n\n"
+        places = " ".join(_place(action) for action in parser._actions if _is_in_usage(action))
+        text += f"```text\n{title} [OPTIONS] {places}".rstrip() + "\n```\n\n"
     own = [action for group in parser._action_groups[:2] for action in group._group_actions]
     text += _arguments(own)
     shared = []
@@ -61,12 +61,16 @@ def _arguments(actions: Sequence[argparse.Action]) -> str:
     return table(("argument", "meaning"), [(code(_name(action)), plain(_help(action))) for action in shown])
 
 
-def _positions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    return (action for action in parser._actions if not action.option_strings)
+def _is_in_usage(action: argparse.Action) -> bool:
+    return action.required or not action.option_strings
+
+
+def _place(action: argparse.Action) -> str:
+    return f"{action.option_strings[0]} {value_of(action)}" if action.option_strings else value_of(action)
 
 
 def _name(action: argparse.Action) -> str:
-    return flags_of(action) if action.option_strings else str(action.metavar or action.dest)
+    return flags_of(action) if action.option_strings else value_of(action)
 
 
 def _help(action: argparse.Action) -> str:

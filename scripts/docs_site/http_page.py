@@ -54,13 +54,10 @@ def page() -> str:
     paths = with_sglang["paths"] | document["paths"]
     schemas = with_sglang["components"]["schemas"] | document["components"]["schemas"]
     grouped: dict[str, str] = dict.fromkeys(GROUPS, "")
-    for path, item in paths.items():
-        for method, operation in item.items():
-            if method == "parameters":
-                continue
-            group = 2 if path not in document["paths"] else 1 if CONTROL_STATUS in operation["responses"] else 0
-            grouped[GROUPS[group]] += _operation(f"{method.upper()} {path}", operation)
-    errors = table(("status", "meaning"), ((str(status), plain(reason)) for status, reason in REASONS.items()))
+    for path, method, operation in _operations(paths):
+        group = 2 if path not in document["paths"] else 1 if CONTROL_STATUS in operation["responses"] else 0
+        grouped[GROUPS[group]] += _operation(f"{method.upper()} {path}", operation)
+    errors = table(("status", "meaning"), ((status, plain(reason)) for status, reason in _errors(paths).items()))
     routes = "".join(f"## {name}\n\n{text}{grouped[name]}" for name, text in zip(GROUPS, INTRODUCTIONS, strict=True))
     bodies = "".join(_schema(name, schema) for name, schema in schemas.items())
     return f"{HEAD}## Errors\n\n{errors}{routes}## Bodies\n\n{bodies}"
@@ -82,6 +79,21 @@ def open_service(**options: Any) -> Iterator[tuple[Service, Config]]:
         yield Service(Client.create(ClientId("", 0), config, inbox=nowhere, outbox=nowhere), config, ledger), config
 
 
+def _errors(paths: Schema) -> dict[str, str]:
+    """Return the meaning of each status of an error, those of every route and those that a single one has."""
+    reasons = {str(status): reason for status, reason in REASONS.items()}
+    for _, _, operation in _operations(paths):
+        _, *errors = sorted(operation["responses"].items())
+        reasons |= {status: response["description"] for status, response in errors if status not in reasons}
+    return dict(sorted(reasons.items()))
+
+
+def _operations(paths: Schema) -> Iterator[tuple[str, str, Schema]]:
+    """Yield the path, the method and the description of every operation."""
+    for path, item in paths.items():
+        yield from ((path, method, operation) for method, operation in item.items() if method != "parameters")
+
+
 def _operation(title: str, operation: Schema) -> str:
     text = f"### {title}\n\n{plain(operation['summary'])}\n\n"
     if parameters := operation.get("parameters"):
@@ -91,7 +103,8 @@ def _operation(title: str, operation: Schema) -> str:
     if body := operation.get("requestBody"):
         facts.append(f"Body: {_contents(body['content'])}.")
     success, *errors = sorted(operation["responses"].items())
-    facts.append(f"Answer: {_contents(success[1].get('content', {})) or 'text, or empty'}.")
+    if content := success[1].get("content"):
+        facts.append(f"Answer: {_contents(content)}.")
     if errors:
         facts.append(f"Errors: {', '.join(status for status, _ in errors)}.")
     return text + " ".join(facts) + "\n\n"

@@ -17,9 +17,10 @@ from eagleray.config.sections import Config
 
 HEAD = """# Options
 
-Every option is a flag of `eagleray serve`, a keyword argument of `LLM`, a key of a file for `--config`, and an
-environment variable, by the same name. A flag wins over the file, the file over the environment. The names of vLLM are
-known too: see [Coming from vLLM](../docs/from_vllm.md).
+Every option is a flag of `eagleray serve`, a key of a file for `--config`, and an environment variable, by the same
+name. Except for those of the HTTP server ([serving](#serving)) it is a keyword argument of `LLM` too. A flag or keyword
+argument wins over the file, the file over the environment. The names of vLLM are known too: see
+[Coming from vLLM](../docs/from_vllm.md).
 
 """
 
@@ -41,8 +42,15 @@ def _flags() -> dict[str, str]:
 
 def flags_of(action: argparse.Action) -> str:
     """Return the spellings of a flag, each with the place of its value."""
-    value = f" {action.metavar or action.dest.upper()}" if action.nargs != 0 else ""
+    value = f" {value_of(action)}" if action.nargs != 0 else ""
     return ", ".join(f"{spelling}{value}" for spelling in action.option_strings)
+
+
+def value_of(action: argparse.Action) -> str:
+    """Return the place of an argument's value: in brackets if it may be left out, with dots if there may be several."""
+    choices = "{" + ",".join(action.choices) + "}" if action.choices else action.dest.upper()
+    value = str(action.metavar or choices)
+    return {"?": f"[{value}]", "+": f"{value} …", "*": f"[{value} …]"}.get(str(action.nargs), value)
 
 
 def _section(section: msgspec.structs.FieldInfo, flags: dict[str, str]) -> str:

@@ -41,7 +41,7 @@ def page() -> str:
 def _module(name: str) -> str:
     module = importlib.import_module(name)
     entries = "".join(_entry(public, getattr(module, public)) for public in public_names(module))
-    return f"## {name}\n\n{directive('py:module', name, '')}{entries}"
+    return f"## {name}\n\n{directive('py:module', name, '')}{_docstring(module)}\n\n{entries}"
 
 
 def public_names(module: ModuleType) -> list[str]:
@@ -51,6 +51,8 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def _entry(name: str, value: Any) -> str:
+    if inspect.isclass(value) and value.__name__ != name:
+        return directive("py:class", name, f"Another name of `{value.__name__}`.")
     if inspect.isclass(value):
         members = "".join(_member(name, member) for name, member in _members(value))
         bases = [code(base.__name__) for base in value.__bases__ if base.__module__.partition(".")[0] == PACKAGE]
@@ -78,7 +80,8 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
 
 def _member(name: str, value: Any) -> str:
     if isinstance(value, property):
-        return directive("py:property", name, _docstring(value))
+        kind = inspect.signature(value.fget).return_annotation
+        return directive("py:property", f"{name}\n:type: {kind}\n", _docstring(value))
     function = getattr(value, "__func__", value)
     flags = [":classmethod:"] * isinstance(value, classmethod) + [":async:"] * inspect.iscoroutinefunction(function)
     return directive("py:method", f"{name}{_signature(function)}", "\n".join([*flags, "", _docstring(function)]))
@@ -140,7 +143,8 @@ def _signature(value: Any) -> str:
         for name, parameter in signature.parameters.items()
         if name not in ("self", "cls")
     ]
-    return str(signature.replace(parameters=parameters, return_annotation=_written(signature.return_annotation)))
+    returned = signature.empty if inspect.isclass(value) else _written(signature.return_annotation)
+    return str(signature.replace(parameters=parameters, return_annotation=returned))
 
 
 def _written(annotation: Any) -> Any:

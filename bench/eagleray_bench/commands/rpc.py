@@ -49,8 +49,12 @@ class RpcFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--executors", nargs="+", choices=EXECUTORS, default=list(EXECUTORS))
-    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2, 4], metavar="N", help="(default: 1 2 4)")
+    parser.add_argument(
+        "--executors", nargs="+", choices=EXECUTORS, default=list(EXECUTORS), help="executors to measure (default: all)"
+    )
+    parser.add_argument(
+        "--workers", nargs="+", type=int, default=[1, 2, 4], metavar="N", help="numbers of workers (default: 1 2 4)"
+    )
     parser.add_argument("--requests", type=int, default=32, metavar="N", help="running requests (default: 32)")
     parser.add_argument("--steps", type=int, default=3000, metavar="N", help="steps measured busy (default: 3000)")
     parser.add_argument("--idle-steps", type=int, default=10, metavar="N", help="steps measured after idleness")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from docs_site.markdown import directive, plain, table
 from docs_site.metrics_page import labels_of, read_families
 from docs_site.metrics_page import page as metrics_page
 from docs_site.navigation import INDEX, REFERENCE, listed_pages
+from docs_site.options_page import flags_of
 from docs_site.options_page import page as options_page
 from docs_site.python_page import page as python_page
 
@@ -101,6 +104,24 @@ def test_cli_page_has_every_command():
     page = cli_page()
     assert [name for name in COMMANDS if f"## eagleray {name}\n" not in page] == []
     assert "| `--max-num-seqs N` | Most requests that run at the same time. (default: 256) |" in page
+    assert "eagleray serve [OPTIONS] [MODEL]\n" in page
+    assert "eagleray run-batch [OPTIONS] -i FILE -o FILE [MODEL]\n" in page
+    assert "eagleray completion [OPTIONS] SHELL\n" in page
+
+
+@pytest.mark.parametrize(
+    ("keywords", "flag"),
+    [
+        ({"action": "store_true"}, "--a"),
+        ({"metavar": "N"}, "--a N"),
+        ({"choices": ("b", "c")}, "--a {b,c}"),
+        ({"nargs": "?"}, "--a [A]"),
+        ({"nargs": "+", "choices": ("b", "c")}, "--a {b,c} …"),
+        ({"nargs": "*", "metavar": "B"}, "--a [B …]"),
+    ],
+)
+def test_flags_of_shows_choices_and_numbers_of_values(keywords, flag):
+    assert flags_of(argparse.ArgumentParser().add_argument("--a", **keywords)) == flag
 
 
 def test_http_page_has_every_route_and_body():
@@ -109,6 +130,13 @@ def test_http_page_has_every_route_and_body():
     routes = [f"### {method.upper()} {path}" for path, item in document["paths"].items() for method in item]
     assert [route for route in routes if "PARAMETERS" not in route and f"{route}\n" not in page] == []
     assert [name for name in document["components"]["schemas"] if f"### {name}\n" not in page] == []
+
+
+def test_http_page_explains_every_status_of_an_error():
+    page = http_page()
+    listed = {status for statuses in re.findall(r"Errors: ([\d, ]+)\.", page) for status in statuses.split(", ")}
+    assert {"400", "503", "529"} <= listed
+    assert [status for status in sorted(listed) if f"| {status} |" not in page] == []
 
 
 def test_metrics_page_has_the_labels_of_every_family():
@@ -127,6 +155,9 @@ def test_python_page_has_every_public_name(monkeypatch):
     assert "`{py:attribute} max_tokens\n:type: int | None\n" in page
     assert "`{py:attribute} DELTA\n:value: 1\n" in page
     assert "`{py:attribute} prompt\n:type: str\n" in page
+    assert "`{py:property} is_running\n:type: bool\n" in page
+    assert "`{py:class} LLM(model: str | None = None, **options: Unpack[LLMKeywords])\n" in page
+    assert "Another name of `AsyncLLM`." in page
     assert "Derived from `UserError`." in page
 
 
