@@ -96,10 +96,11 @@ def evaluate(checkpoint: Path, limit: int | None = None, num_facts: int | None =
     probes = make_probes(sampler, limit)
     prompts = loop_prompts(probes, held_out_corpus.lines())
     with LLM(str(checkpoint)) as llm:
-        defaults = [llm.get_default_sampling_params(max_tokens=MAX_TOKENS, seed=seed) for seed in range(len(probes))]
+        seeds = range(max(len(probes), len(prompts)))
+        defaults = [llm.get_default_sampling_params(max_tokens=MAX_TOKENS, seed=seed) for seed in seeds]
         conversations = [probe.turns for probe in probes]
         greedy = answers(llm, conversations, [SamplingParams(temperature=0, max_tokens=MAX_TOKENS)] * len(probes))
-        sampled = answers(llm, conversations, defaults)
+        sampled = answers(llm, conversations, defaults[: len(probes)])
         free = answers(llm, prompts, defaults[: len(prompts)])
     loops = [f"{turns[-1][1]!r}: {text!r}" for turns, (text, count) in zip(prompts, free, strict=True)
              if count >= MAX_TOKENS or repeats_a_line(text)]  # fmt: skip

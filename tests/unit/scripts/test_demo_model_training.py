@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import ast
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from demo_model import checkpoint, training
+from demo_model import checkpoint, evaluation, training
 from demo_model.accuracy import exact_share
 from demo_model.checkpoint import CONFIG, END_ID, IM_END, IM_END_ID, render_question, train_tokenizer
 from demo_model.corpus import Corpus, comments, documented_names, reference_page, session
 from demo_model.dialogues import DialogueSampler
-from demo_model.evaluation import ALL_HELD_OUT, Probe, Share, repeats_a_line, shares
+from demo_model.evaluation import ALL_HELD_OUT, Probe, Share, evaluate, repeats_a_line, shares
 from demo_model.experts import permuted_experts_forward
 from demo_model.facts import load_facts
 from demo_model.feed import IGNORED, ChatFeed, TextFeed, pack
 from demo_model.phrasings import split_questions
 from demo_model.training import PEAK_LR, Budget, TrainingRun, learning_rate
+
+from eagleray import SamplingParams
 
 TEXTS = [
     "def add(a, b):\n    # Return the sum of both.\n    return a + b\n",
@@ -158,6 +162,40 @@ def test_shares_count_right_and_exact_answers_by_kind():
     found = shares(probes, given)
     assert found["goal"] == Share(1, 1, 1) and found["subject"] == Share(1, 1, 0) and found["sum"] == Share(1, 0, 0)
     assert found[ALL_HELD_OUT] == Share(2, 2, 1)
+
+
+class OneAnswerLLM:
+    """Model that gives the same short answer to every conversation."""
+
+    def __init__(self, checkpoint):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def get_default_sampling_params(self, **changes):
+        return SamplingParams(**changes)
+
+    def chat(self, messages, sampling_params, *, use_tqdm):
+        completion = SimpleNamespace(text="I do not know that.", token_ids=[1, 2])
+        return [SimpleNamespace(outputs=[completion]) for _, _ in zip(messages, sampling_params, strict=True)]
+
+
+@pytest.mark.parametrize("limit", [1, 20])
+def test_evaluate_with_a_limit_asks_that_many_of_each_kind(limit, monkeypatch):
+    names = [f"module_{number}.function" for number in range(1000)]
+    lines = "\n".join(f"This is a line of text with the number {number}." for number in range(20))
+    monkeypatch.setattr(evaluation, "build_corpus", lambda: (Corpus(names=names, prose=[lines]), Corpus(prose=[lines])))
+    monkeypatch.setattr(evaluation, "LLM", OneAnswerLLM)
+    monkeypatch.setattr(evaluation, "NUM_OTHERS", 20)
+    found = evaluate(Path("unused"), limit, num_facts=100)
+    counts = {kind: share.count for kind, share in found.greedy.items()}
+    assert counts.pop(ALL_HELD_OUT) == 3 * limit and set(counts.values()) == {limit}
+    assert found.greedy["unknown topic"].right == limit and found.greedy["goal"].right == 0
+    assert found.loops == [] and not found.is_good
 
 
 def test_repeats_a_line_from_the_fourth_time():
