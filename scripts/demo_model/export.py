@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalL
 
 from demo_model.checkpoint import ANSWER_START, CONFIG, GENERATION_CONFIG, render_chat, write_json_files
 from demo_model.evaluation import Evaluation, evaluate
-from demo_model.facts import load_facts
+from demo_model.facts import Fact, choose_facts
 from demo_model.training import TrainingRun
 from eagleray import LLM
 
@@ -39,7 +39,8 @@ def export(run: TrainingRun, staging: Path, target: Path, num_facts: int | None 
     verify(run, with_parameters_in(torch.float32, model), staging)
     evaluation = evaluate(staging, num_facts=num_facts)
     print(evaluation)
-    (staging / "MODEL_CARD.md").write_text(model_card(run, evaluation, samples(staging)), encoding="utf-8")
+    card = model_card(run, evaluation, choose_facts(num_facts), samples(staging))
+    (staging / "MODEL_CARD.md").write_text(card, encoding="utf-8")
     if not evaluation.is_good:
         print(f"the model is not good enough; it stays in {staging}")
         return False
@@ -96,9 +97,9 @@ def samples(checkpoint: Path) -> list[tuple[str, str]]:
     return [(p, o.outputs[0].text) for p, o in zip(SAMPLE_PROMPTS + SAMPLE_QUESTIONS, outputs, strict=True)]
 
 
-def model_card(run: TrainingRun, evaluation: Evaluation, pairs: list[tuple[str, str]]) -> str:
-    """Fill the template of the card with the figures of a run."""
-    topics = Counter(fact.topic for fact in load_facts())
+def model_card(run: TrainingRun, evaluation: Evaluation, facts: list[Fact], pairs: list[tuple[str, str]]) -> str:
+    """Fill the template of the card with the figures of a run that learned these facts."""
+    topics = Counter(fact.topic for fact in facts)
     return Template(CARD.read_text(encoding="utf-8")).substitute(
         num_parameters=f"{sum(p.numel() for p in run.model.parameters()) / 1e6:.2f}",
         num_layers=CONFIG["num_hidden_layers"],
@@ -113,7 +114,7 @@ def model_card(run: TrainingRun, evaluation: Evaluation, pairs: list[tuple[str, 
         vocab_size=CONFIG["vocab_size"],
         epoch_tokens=f"{run.epoch_tokens / 1e6:.1f}",
         python_version=sys.version.split()[0],
-        num_facts=len(load_facts()),
+        num_facts=len(facts),
         num_python=topics["python"],
         num_eagleray=topics["eagleray"],
         num_talk=topics["talk"],
