@@ -34,7 +34,6 @@ COMMAND_MEANINGS = {
     "batch": "run-batch",
     "run_batch": "run-batch",
     "infer": "generate",
-    "completion": "complete",
     "talk": "chat",
     "benchmark": "bench",
     "monitor": "top",
