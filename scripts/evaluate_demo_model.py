@@ -2,11 +2,11 @@
 
     python scripts/evaluate_demo_model.py [DIRECTORY] [--limit 100] [--json FILE]
 
-An answer is right if it contains the key words of the fact, and right word for word if it is the fact's answer but for
-case and white space. Both shares are printed by kind of question (`demo_model/phrasings.py`), for greedy decoding and
-for the model's default sampling parameters. Answers that reach 512 tokens or repeat a line more than three times are
-printed as loops. The exit code is 1 if an answer loops or, with either decoding, fewer than 80 % of the held-out
-phrasings are answered right.
+An answer is right if it contains the key words of the fact, and right word for word if it differs from the fact's
+answer only in case and white space. Both shares are printed by kind of question (`demo_model/phrasings.py`), for greedy
+decoding and for the model's default sampling parameters. Answers that reach 512 tokens or repeat a line more than three
+times are printed as loops. The exit code is 1 if an answer loops or, with either decoding, fewer than 80 % of the
+held-out phrasings are answered right.
 """
 
 from __future__ import annotations

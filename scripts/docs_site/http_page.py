@@ -72,7 +72,7 @@ def read_document(**options: Any) -> dict[str, Any]:
 
 @contextmanager
 def open_service(**options: Any) -> Iterator[tuple[Service, Config]]:
-    """Yield what a server of the embedded model shares among its routes, without engines, and its configuration."""
+    """Yield the service that the routes of a server of the embedded model share, without engines, and its options."""
     config = build_config(enable_tokenizer_info_endpoint=True, **options)
     nowhere: Any = Unconnected()
     with tempfile.TemporaryDirectory() as directory, closing(Ledger.open(Path(directory), 0)) as ledger:

@@ -47,7 +47,7 @@ def write_sources(root: Path, stage: Path) -> None:
 
 
 def documents_below(root: Path) -> Iterator[str]:
-    """Yield the paths of the documents of the site, but for the README."""
+    """Yield the paths of the documents of the site, except the README."""
     yield from (str(path.relative_to(root)) for path in (root / "docs").rglob("*.md"))
     for page in listed_pages():
         if posixpath.dirname(page) != REFERENCE:
