@@ -221,20 +221,22 @@ def test_dashboard_of_each_api_server_has_the_same_members_and_events(server, ht
             break
     one, other = states.values()
     assert one["server"] != other["server"]
-    assert [_without_times(row) for row in one["engines"]] == [_without_times(row) for row in other["engines"]]
+    assert [_without_load(row) for row in one["engines"]] == [_without_load(row) for row in other["engines"]]
     assert [row["pid"] for row in one["api_servers"]] == [row["pid"] for row in other["api_servers"]]
     assert set(states) == {row["pid"] for row in one["api_servers"]}
-    events, same_events = (
-        sorted((event["member"], event["kind"], event["time"]) for event in state["events"]) for state in (one, other)
+    times, same_times = (
+        {(event["member"], event["kind"]): event["time"] for event in state["events"]} for state in (one, other)
     )
-    assert len(events) >= 4
-    for event, same_event in zip(events, same_events, strict=True):
-        assert event[:2] == same_event[:2]
-        assert abs(event[2] - same_event[2]) < 1, "a server takes the time of its own start from its own clock"
+    assert len(times) >= 4
+    assert times.keys() == same_times.keys()
+    # A server takes the time of its own start from its own clock.
+    different = {member for (member, kind), at in times.items() if same_times[member, kind] != at}
+    assert different <= {one["server"], other["server"]}
 
 
-def _without_times(row):
-    return {name: value for name, value in row.items() if name != "since" and "per_second" not in name}
+def _without_load(row):
+    """Return what an API server knows of an engine from the membership alone."""
+    return {name: row[name] for name in ("label", "state", "since", "restarts", "cause", "host", "pid", "workers")}
 
 
 def _server_with_a_request(http: httpx.Client) -> int:
