@@ -215,7 +215,8 @@ def test_successor_copies_the_memory_of_another_engine(
     command = FetchWeights(update=3, handles=offer(updated.updates, 3))
     assert fetch(started.updates, command) == {"update": 3}
     assert started.memory() == expected
-    assert offer(started.updates, 3), "it is a source itself now"
+    copied_back = FetchWeights(update=3, handles=offer(started.updates, 3))
+    assert fetch(updated.updates, copied_back) == {"update": 3}, "it is a source itself now"
 
 
 def test_offer_of_another_update_is_refused(updated: StartedModel) -> None:

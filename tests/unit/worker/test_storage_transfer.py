@@ -111,5 +111,9 @@ def test_weight_updater_sleep_ends_offers_and_refuses_others(are_kept: bool) -> 
     refused = updater.handle(call).failure
     assert ("are asleep" if are_kept else "has weights of update None, not of 0") in refused.message
     is_awake = True
-    assert (updater.handle(call).failure is None) == are_kept
+    served = updater.handle(call)
+    assert (served.failure is None) == are_kept
+    if are_kept:
+        StorageFetch(served.handle, receiver.tensors(), receiver.header(0), timeout=TIMEOUT).run()
+        assert all(map(torch.equal, receiver.tensors(), storage.tensors()))
     updater.close()
