@@ -84,7 +84,7 @@ def serve_once(listener: socket.socket, reply: bytes) -> None:
     """Accept one connection, read a request and close after `reply`."""
     connection, _ = listener.accept()
     with connection:
-        while not connection.recv(65536).endswith(b"}"):
+        while (data := connection.recv(65536)) and not data.endswith(b"}"):
             pass
         connection.sendall(reply)
 

@@ -30,8 +30,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     status: ClassVar[int] = 200
     kind: ClassVar[str] = "text/event-stream"
     body: ClassVar[bytes] = EVENT + END
-    stays: ClassVar[threading.Event | None] = None
-    """Keeps the answer open until it is set."""
+    stays: ClassVar[bool] = False
+    """Whether the answer stays open until the server stops."""
+    has_stopped: ClassVar[threading.Event]
     requests: ClassVar[list[tuple[str, str | None]]] = []
 
     def do_GET(self) -> None:
@@ -41,8 +42,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(self.body)
         self.wfile.flush()
-        if self.stays is not None:
-            self.stays.wait(60)
+        if self.stays:
+            self.has_stopped.wait(60)
 
     def log_message(self, *arguments: object) -> None: ...
 
@@ -50,14 +51,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def server(**answer: object) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     """Run a server with this answer. Yields its URL and the requests that it gets."""
-    handler = type("ThisHandler", (Handler,), {"requests": [], **answer})
+    handler = type("ThisHandler", (Handler,), {"requests": [], "has_stopped": threading.Event(), **answer})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        running.daemon_threads = True
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
+        running.daemon_threads = False  # the end of the block waits for the answers
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{running.server_port}", handler.requests
-        running.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{running.server_port}", handler.requests
+        finally:
+            handler.has_stopped.set()
+            running.shutdown()
+            thread.join()
 
 
 def stream(url: str, key: str | None = None) -> StateStream:
@@ -108,7 +112,7 @@ def test_state_stream_invalid_url_is_refused(url):
 
 def test_top_into_a_pipe_prints_one_snapshot(capsys):
     newer = msgspec.structs.replace(STATE, model="newer", experts=None)
-    with server(body=EVENT + b"data: " + msgspec.json.encode(newer) + b"\n\n", stays=threading.Event()) as (url, _):
+    with server(body=EVENT + b"data: " + msgspec.json.encode(newer) + b"\n\n", stays=True) as (url, _):
         run(argparse.Namespace(url=url, api_key=None))
     text = capsys.readouterr().out
     assert text.startswith("eagleray newer ")
@@ -131,7 +135,7 @@ def _as_in_the_background() -> None:
 @pytest.mark.parametrize("key", [b"q", b"\x03"])
 def test_top_in_a_terminal_ends_with_a_key(key):
     leader, follower = pty.openpty()
-    with server(stays=threading.Event()) as (url, _):
+    with server(stays=True) as (url, _):
         command = [sys.executable, "-m", "eagleray.cli.main", "top", "--url", url]
         process = subprocess.Popen(
             command,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -113,6 +114,6 @@ def test_check_version_newer_ray_is_accepted(version: str) -> None:
 
 
 def test_check_missing_ray_data_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r'needs Ray Data, .*: pip install "eagleray\[data\]"'):
         requirements.check()

@@ -111,7 +111,7 @@ def test_stage_actor_slow_row_does_not_hold_up_another_block(make_actor: Any) ->
     stage = Squares(held=(9,))
     actor = make_actor(stage)
     slow: list[pa.Table] = []
-    thread = threading.Thread(target=lambda: slow.append(actor(block(9, 1))))
+    thread = threading.Thread(target=lambda: slow.append(actor(block(9, 1))), daemon=True)
     thread.start()
     assert stage.has_computed.wait(10), "row 1 is computed while row 9 runs"
     assert actor(block(2, 3, 4, 5))["score"].to_pylist() == [4.0, 9.0, 16.0, 25.0]

@@ -33,7 +33,12 @@ class Watch(Call):
     """An open stream of the state."""
 
     def __init__(self, app):
+        self._has_new = asyncio.Event()
         super().__init__(app, "/dashboard/state", {}, method="GET", headers=[(b"accept", b"text/event-stream")])
+
+    async def _send(self, message):
+        await super()._send(message)
+        self._has_new.set()
 
     @property
     def states(self):
@@ -42,7 +47,8 @@ class Watch(Call):
     async def until(self, holds):
         async with asyncio.timeout(10):
             while not (self.states and holds(self.states[-1])):
-                await asyncio.sleep(0.01)
+                self._has_new.clear()
+                await self._has_new.wait()
         return self.states[-1]
 
 
