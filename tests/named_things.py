@@ -103,6 +103,11 @@ def anchors(text: str) -> set[str]:
     return {f"{anchor}-{number}" if number else anchor for anchor, last in found.items() for number in range(last + 1)}
 
 
+def make_targets(root: Path) -> set[str]:
+    """Return the targets of the Makefile in `root`."""
+    return set(re.findall(r"^([a-z][a-z0-9-]*):", (root / "Makefile").read_text("utf-8"), re.M))
+
+
 class Code:
     """The names that the files below `root` define and use."""
 
@@ -134,8 +139,7 @@ class Code:
 
     @cached_property
     def targets(self) -> set[str]:
-        """The targets of the Makefile."""
-        return set(re.findall(r"^([a-z][a-z0-9-]*):", (self.root / "Makefile").read_text("utf-8"), re.M))
+        return make_targets(self.root)
 
     @cached_property
     def _folders(self) -> set[str]:

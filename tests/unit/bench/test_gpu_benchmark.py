@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+import gpu_report
 import numpy as np
 import pytest
 import torch
@@ -254,36 +254,28 @@ def test_table_lines_are_one_row_each():
     assert table(["a", "b"], [["x\ny", "p|q"]]) == "| a | b |\n|---|---|\n| x y | p/q |"
 
 
-@pytest.fixture
-def report():
-    """The script, which is no module of the search path."""
-    spec = importlib.util.spec_from_file_location("gpu_report", ROOT / "scripts" / "gpu_report.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_report_replaces_only_the_part_between_markers(report, record, tmp_path, monkeypatch):
+def test_report_replaces_only_the_part_between_markers(record, tmp_path, monkeypatch):
     document = tmp_path / "gpu.md"
-    document.write_text(f"before\n{report.BEGIN}\n\nold\n\n{report.END}\nafter\n")
+    document.write_text(f"before\n{gpu_report.BEGIN}\n\nold\n\n{gpu_report.END}\nafter\n")
     write_record(record, tmp_path / "gpu.json")
     for _ in range(2):
         monkeypatch.setattr("sys.argv", ["x", str(tmp_path / "gpu.json"), "--document", str(document)])
-        report.main()
-        assert document.read_text() == f"before\n{report.BEGIN}\n\n{report_text(record)}\n\n{report.END}\nafter\n"
+        gpu_report.main()
+        figures = f"{gpu_report.BEGIN}\n\n{report_text(record)}\n\n{gpu_report.END}"
+        assert document.read_text() == f"before\n{figures}\nafter\n"
     monkeypatch.setattr("sys.argv", ["x", "--empty", "--document", str(document)])
-    report.main()
+    gpu_report.main()
     assert targets_table(GpuRecord()) in document.read_text()
 
 
-def test_report_document_without_markers_is_refused(report):
+def test_report_document_without_markers_is_refused():
     with pytest.raises(ValueError, match="has no lines"):
-        report.replaced("text", "figures")
+        gpu_report.replaced("text", "figures")
 
 
-def test_document_has_the_markers_and_all_targets(report):
+def test_document_has_the_markers_and_all_targets():
     document = (ROOT / "docs" / "gpu.md").read_text("utf-8")
-    assert report.replaced(document, "figures") != document
+    assert gpu_report.replaced(document, "figures") != document
     assert all(target.name in document for target in TARGETS)
 
 

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 from documented_commands import Command
+from named_things import make_targets
 
 from eagleray.cli.commands import COMMANDS, make_parser
 from eagleray.config.build import build_config, field_owners
@@ -68,7 +69,7 @@ class Checker:
             "python": self._check_python,
             "pip": self._check_pip,
         }
-        self._targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
+        self._targets = make_targets(ROOT)
         self._extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
     def check(self, command: Command) -> None:

@@ -15,6 +15,7 @@ from demo_model.accuracy import held_out_probes
 from demo_model.dialogues import REFUSAL, DialogueSampler, sum_exchange, unknown_topics
 from demo_model.facts import Fact, evaluate, load_facts, parse_fact
 from demo_model.phrasings import TEMPLATES, normal_form, phrasings_of, reworded, split_questions, with_typing_error
+from named_things import TARGET, make_targets
 
 from eagleray.cli.commands import COMMANDS
 from eagleray.cli.serve import add_arguments
@@ -140,9 +141,8 @@ def test_commands_functions_and_files_in_facts_exist():
     text = "\n".join(fact.answer for fact in FACTS if fact.topic == "eagleray")
     commands = set(re.findall(r"Run `?eagleray ([a-z-]+)", text))
     assert len(commands) >= 8 and commands <= set(COMMANDS)
-    targets = set(re.findall(r"\bmake ([a-z]+)", text))
-    makefile = (ROOT / "Makefile").read_text()
-    assert targets and [target for target in targets if f"\n{target}:" not in makefile] == []
+    targets = set(TARGET.findall(text))
+    assert targets and targets <= make_targets(ROOT)
     paths = set(re.findall(r"\bdeploy/[A-Za-z/]+(?:\.yaml)?", text))
     assert paths and [path for path in paths if not (ROOT / path).exists()] == []
     functions = {"serve": "build_app", "data": "generate"}
