@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray.data
 import ray_cluster
 from checkpoints import make_checkpoint
 from ray_data import engines_of, stage_actors
 
+import eagleray.data
 from eagleray.errors import ClusterError, ConfigError, InvalidRequest
 
 pytestmark = [
@@ -22,7 +24,10 @@ pytestmark = [
 
 OPTIONS: dict[str, Any] = {"num_threads": 1, "num_kv_blocks": 128, "max_num_seqs": 8, "device": "cpu"}
 PARAMS = {"max_tokens": 4, "ignore_eos": True}
-NUM_ROWS = 120
+NUM_ROWS = 40
+ROWS_PER_BLOCK = 10
+LONG = 200
+"""Number of tokens of the rows behind the first block, which are still running when a process is killed."""
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +42,30 @@ def end_of_ray_data(cluster: str) -> Iterator[None]:
     ray_cluster.clear()
 
 
-def dataset(num_rows: int = NUM_ROWS) -> Any:
-    import ray.data
-
+def dataset(num_rows: int = NUM_ROWS) -> ray.data.Dataset:
     ray.data.DataContext.get_current().enable_progress_bars = False
-    return ray.data.from_items([{"id": row, "prompt": [5, 6, row]} for row in range(num_rows)], override_num_blocks=2)
+    rows = [{"id": row, "prompt": [5, 6, row], "params": {"max_tokens": num_tokens(row)}} for row in range(num_rows)]
+    return ray.data.from_items(rows, override_num_blocks=2)
 
 
-def generate(ds: Any, *args: Any, **options: Any) -> Any:
-    import eagleray.data
+def num_tokens(row: int) -> int:
+    return LONG if row >= ROWS_PER_BLOCK else PARAMS["max_tokens"]
 
-    return eagleray.data.generate(ds, *args, **{**OPTIONS, "sampling_params": PARAMS, "rows_per_block": 10, **options})
+
+def generate(ds: ray.data.Dataset, *args: Any, **options: Any) -> ray.data.Dataset:
+    return eagleray.data.generate(
+        ds, *args, **{**OPTIONS, "sampling_params": PARAMS, "rows_per_block": ROWS_PER_BLOCK, **options}
+    )
 
 
 def test_generate_rows_come_once_though_engine_and_actor_are_killed(cluster: str, checkpoint: str) -> None:
+    """The engine is killed while rows of the second block run, and the actor when that block has come."""
     seen: Counter[int] = Counter()
     kills = [lambda: engines_of(stage_actors()[0])[0], lambda: stage_actors()[0]]
-    for batch in generate(dataset(), checkpoint).iter_batches(batch_size=10, prefetch_batches=0):
-        seen.update(batch["id"].tolist())
-        assert set(batch["num_generated_tokens"]) == {4}
+    ds = generate(dataset(), checkpoint, sampling_params_column="params")
+    for batch in ds.iter_batches(batch_size=ROWS_PER_BLOCK, prefetch_batches=0):
+        seen.update(rows := batch["id"].tolist())
+        assert batch["num_generated_tokens"].tolist() == [num_tokens(row) for row in rows]
         if kills:
             os.kill(kills.pop(0)(), signal.SIGKILL)
     assert not kills
