@@ -20,9 +20,19 @@ settings.register_profile("eagleray", deadline=None, suppress_health_check=[Heal
 settings.load_profile("eagleray")
 
 
+KERNEL_VARIABLES = {"EAGLERAY_CACHE_DIR", "EAGLERAY_CPU_KERNELS"}
+"""Variables of eagleray that count in tests too, which may run with the kernels of a variant."""
+PROXY_VARIABLES = {"ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY"}
+
+
 def pytest_configure(config):
-    """Have Triton's kernels interpreted, on tensors of the CPU, unless this run is for a GPU. Triton reads the variable
-    when a module with kernels is imported."""
+    """Remove options from the environment, such as an API key, which every server of a test would demand, and proxies,
+    because tests reach this machine alone. Have Triton's kernels interpreted, on tensors of the CPU, unless this run is
+    for a GPU. Triton reads the variable when a module with kernels is imported."""
+    for name in list(os.environ):
+        is_option = name.startswith(("EAGLERAY_", "VLLM_")) and name not in KERNEL_VARIABLES
+        if is_option or name.upper() in PROXY_VARIABLES:
+            del os.environ[name]
     if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
 

@@ -152,7 +152,15 @@ def test_serve_stopped_drains_and_refuses_new_requests(checkpoint, how):
         wait_until_gone(pids, END_SECONDS)
 
 
-def test_serve_lost_terminal_drains(checkpoint):
+@pytest.fixture
+def default_hangup():
+    """Have SIGHUP end the processes that are started, even if the tests were started by nohup."""
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, handler)
+
+
+def test_serve_lost_terminal_drains(checkpoint, default_hangup):
     """The system and the shell signal every process of the terminal's group, perhaps both of them."""
     with serve(checkpoint, *OPTIONS) as server, stream(server, max_tokens=1000) as lines:
         pids = [*server.children, server.process.pid]
