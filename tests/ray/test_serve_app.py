@@ -159,8 +159,7 @@ def test_replica_metrics_are_those_of_ray(cluster, checkpoint):
 
 
 @pytest.mark.slow
-def test_replica_given_up_instance_fails_the_health_check_with_the_cause(cluster, checkpoint):
-    """Serve replaces the replica."""
+def test_replica_whose_instance_is_given_up_is_replaced(cluster, checkpoint):
     with deployed(checkpoint, max_engine_restarts=0, deployment={"health_check_period_s": 0.2}, **OPTIONS) as http:
         (replica,) = replica_pids()
         os.kill(engine_process(replica), signal.SIGKILL)
