@@ -11,8 +11,6 @@ import pytest
 
 from eagleray.kernels.cpu.build.variants import VARIANTS
 
-pytest.importorskip("setuptools", minversion="77", reason="its command bdist_wheel makes the wheels")
-
 ROOT = Path(__file__).parents[3]
 PREBUILT = Path("eagleray", "kernels", "cpu", "prebuilt")
 
