@@ -6,7 +6,6 @@ compiled for the machine's processor when they are first used.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -20,6 +19,7 @@ from setuptools.command.build import build
 ROOT = Path(__file__).parent.absolute()
 sys.path.insert(0, str(ROOT))
 
+from eagleray.config.environment import build_settings  # noqa: E402
 from eagleray.kernels.cpu.build.compiler import Compiler, find_compiler  # noqa: E402
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable  # noqa: E402
 from eagleray.kernels.cpu.build.sources import SOURCE_DIRECTORY, LibrarySources  # noqa: E402
@@ -30,7 +30,7 @@ from eagleray.kernels.cpu.build.variants import Variant, variants_of  # noqa: E4
 def wheel_compiler() -> Compiler | None:
     """Return the compiler that the user chose or the first that works, or None for a wheel without libraries."""
     try:
-        compiler = find_compiler(os.environ.get("CXX"))
+        compiler = find_compiler(build_settings().compiler)
     except NativeUnavailable as error:
         print(f"warning: this wheel gets no prebuilt kernels: {error}", file=sys.stderr)
         return None
@@ -40,7 +40,7 @@ def wheel_compiler() -> Compiler | None:
 def compile_kernels(variant: Variant, directory: Path) -> Path:
     """Compile a library in an empty directory. Ends the build with one sentence if that fails."""
     try:
-        compiler = find_compiler(os.environ.get("CXX"), variant.flags)
+        compiler = find_compiler(build_settings().compiler, variant.flags)
         return LibrarySources.read(sorted(SOURCE_DIRECTORY.glob("*.cpp"))).compile(compiler, directory)
     except NativeUnavailable as error:
         raise SystemExit(f"the kernels for {variant.name} cannot be compiled: {error}") from None

@@ -24,10 +24,10 @@ cp flags "$2"
 """
 
 
-def build_kernels(tmp_path: Path, compiler: str) -> str:
+def build_kernels(tmp_path: Path, compiler: str, **variables: str) -> str:
     """Run the step of the build that compiles, and return its messages."""
     command = [sys.executable, "setup.py", "build_kernels"]
-    environment = {**os.environ, "CXX": compiler, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "CXX": compiler, "PYTHONDONTWRITEBYTECODE": "1", **variables}
     config = tmp_path / "setup.cfg"
     config.write_text(f"[build]\nbuild_base = {tmp_path / 'base'}\nbuild_lib = {tmp_path / 'lib'}\n")
     environment["DIST_EXTRA_CONFIG"] = str(config)
@@ -43,13 +43,14 @@ def test_build_kernels_compiles_every_variant_with_its_flags(tmp_path, architect
     compiler.chmod(0o755)
     build_kernels(tmp_path, str(compiler))
     variants = [variant for variant in VARIANTS if variant.architecture == architecture]
-    libraries = {path.name: path.read_text() for path in (tmp_path / "lib" / PREBUILT).iterdir()}
+    libraries = {path.name: path for path in (tmp_path / "lib" / PREBUILT).iterdir()}
     assert libraries.keys() == {variant.prebuilt.name for variant in variants}
     for variant in variants:
-        assert f" {' '.join(variant.flags)} " in libraries[variant.prebuilt.name]
+        assert f" {' '.join(variant.flags)} ".encode() in libraries[variant.prebuilt.name].read_bytes()
 
 
-def test_build_kernels_without_a_compiler_warns(tmp_path):
-    messages = build_kernels(tmp_path, "no-such-compiler")
+@pytest.mark.parametrize("chosen", ["no-such-compiler", " "])
+def test_build_kernels_without_a_compiler_warns(tmp_path, chosen):
+    messages = build_kernels(tmp_path, chosen, PATH=str(tmp_path))
     assert "this wheel gets no prebuilt kernels: there is no C++ compiler on PATH" in messages
     assert not (tmp_path / "lib").exists()
