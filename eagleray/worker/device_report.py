@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from eagleray.errors import EagleRayError
+from eagleray.errors import ConfigError, EagleRayError
 from eagleray.kernels.choose import Gpu, triton_lack
 from eagleray.kernels.cpu.build.library import native_library
-from eagleray.kernels.cpu.build.openmp import mapped_runtimes
+from eagleray.kernels.cpu.build.openmp import NativeUnavailable, mapped_runtimes
 from eagleray.worker.device import cpu_quota
 from eagleray.worker.memory import host_free_bytes, total_bytes
 
@@ -47,8 +47,10 @@ def _openmp() -> str:
 def _cpu_kernels() -> str:
     try:
         return f"in use: {native_library()._name}"
-    except EagleRayError as error:
+    except NativeUnavailable as error:
         return f"not in use, plain torch computes: {error}"
+    except ConfigError as error:
+        return f"not in use, engines do not start: {error}"
 
 
 def _gpu_kernels() -> str:

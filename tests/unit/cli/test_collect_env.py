@@ -8,6 +8,7 @@ from pathlib import Path
 
 from eagleray.cli.collect_env import DEVELOPMENT_EXTRAS, format_facts, processor_facts, shown_variables
 from eagleray.cli.main import main
+from eagleray.kernels.cpu.build.library import native_library
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable
 from eagleray.worker.device_report import describe_devices
 
@@ -58,3 +59,10 @@ def test_describe_devices_says_why_kernels_are_not_in_use(monkeypatch):
 
     monkeypatch.setattr("eagleray.worker.device_report.native_library", fail)
     assert describe_devices()["kernels"]["CPU"] == "not in use, plain torch computes: there is no C++ compiler"
+
+
+def test_describe_devices_wrong_name_of_kernels_is_reported(monkeypatch):
+    monkeypatch.setenv("EAGLERAY_CPU_KERNELS", "no-such-kernels")
+    native_library.cache_clear()
+    found = describe_devices()["kernels"]["CPU"]
+    assert found.startswith("not in use, engines do not start: variable EAGLERAY_CPU_KERNELS: `no-such-kernels`")
