@@ -83,7 +83,7 @@ def build(sources: Sequence[Path], *, target: Sequence[str] = NATIVE_FLAGS, dire
 
     def make(scratch: Path) -> Path:
         started = time.monotonic()
-        logger.info("compiling kernels for this processor, once")
+        logger.info("compiling kernels, once")
         with open_bar(total=len(sources), desc="compiling kernels", unit="file", is_shown=has_bars()) as bar:
             path = library.compile(compiler, scratch, on_compiled=bar.update)
         logger.info("compiled kernels in %.1f s", time.monotonic() - started)
