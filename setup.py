@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.absolute()
 sys.path.insert(0, str(ROOT))
 
 from eagleray.config.environment import build_settings  # noqa: E402
+from eagleray.kernels.cpu.build.cache import seal  # noqa: E402
 from eagleray.kernels.cpu.build.compiler import Compiler, find_compiler  # noqa: E402
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable  # noqa: E402
 from eagleray.kernels.cpu.build.sources import SOURCE_DIRECTORY, LibrarySources  # noqa: E402
@@ -41,9 +42,11 @@ def compile_kernels(variant: Variant, directory: Path) -> Path:
     """Compile a library in an empty directory. Ends the build with one sentence if that fails."""
     try:
         compiler = find_compiler(build_settings().compiler, variant.flags)
-        return LibrarySources.read(sorted(SOURCE_DIRECTORY.glob("*.cpp"))).compile(compiler, directory)
+        library = LibrarySources.read(sorted(SOURCE_DIRECTORY.glob("*.cpp"))).compile(compiler, directory)
     except NativeUnavailable as error:
         raise SystemExit(f"the kernels for {variant.name} cannot be compiled: {error}") from None
+    seal(library)
+    return library
 
 
 class BuildKernels(Command):

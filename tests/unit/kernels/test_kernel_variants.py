@@ -25,7 +25,7 @@ ZEN4 = SKYLAKE | {"avx512_bf16": True, "cpu_name": "AMD EPYC", "l1d_cache_size":
 def prebuilt(tmp_path, monkeypatch):
     """The directory of prebuilt libraries, empty; opened and compiled kernels are texts that tell their origin."""
     monkeypatch.setattr(variants, "PREBUILT_DIRECTORY", tmp_path)
-    monkeypatch.setattr(native, "open_library", lambda path: f"opened {path.name}")
+    monkeypatch.setattr(native, "open_prebuilt", lambda path: f"opened {path.name}")
     monkeypatch.setattr(native, "compiled_library", lambda variant: f"compiled {variant and variant.name}")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: HASWELL)
@@ -97,7 +97,7 @@ def test_native_library_that_cannot_be_opened_is_compiled(prebuilt, monkeypatch,
     def refuse(path):
         raise NativeUnavailable("wrong ELF class")
 
-    monkeypatch.setattr(native, "open_library", refuse)
+    monkeypatch.setattr(native, "open_prebuilt", refuse)
     (prebuilt / "kernels-avx2.so").touch()
     assert native_library() == "compiled None"
     assert caplog.messages == ["the prebuilt kernels for avx2 cannot be used, so they are compiled: wrong ELF class"]
@@ -123,8 +123,26 @@ def test_native_library_prebuilt_needs_no_compiler(without_compiler):
     assert opened.er_packed_size(33, 2, 0) == 64 * 2
 
 
-def test_native_library_prebuilt_and_damaged_says_what_to_install(without_compiler, caplog):
-    without_compiler.write_bytes(b"no library")
+@pytest.mark.parametrize("part", [0.0, 0.5])
+def test_native_library_prebuilt_and_truncated_says_what_to_install(without_compiler, caplog, part):
+    """The linker of the system maps half a library without an error; its use ends the process with SIGBUS."""
+    content = without_compiler.read_bytes()
+    without_compiler.write_bytes(content[: int(part * len(content))])
     with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler on PATH .*: install GCC"):
         native_library()
-    assert "cannot be used, so they are compiled: the kernels cannot be loaded" in caplog.text
+    assert f"so they are compiled: {without_compiler} is damaged: install eagleray again" in caplog.text
+
+
+def test_native_library_prebuilt_and_unreadable_is_not_used(without_compiler, caplog):
+    without_compiler.unlink()
+    without_compiler.mkdir()
+    with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler on PATH"):
+        native_library()
+    assert f"so they are compiled: {without_compiler} cannot be read (Is a directory)" in caplog.text
+
+
+def test_native_library_prebuilt_of_another_version_is_not_used(without_compiler, caplog, monkeypatch):
+    monkeypatch.setattr(native.abi, "fingerprint", "another")
+    with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler on PATH"):
+        native_library()
+    assert "so they are compiled: the kernels were compiled with another version of abi.h" in caplog.text

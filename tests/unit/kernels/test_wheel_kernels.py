@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from eagleray.kernels.cpu.build.cache import is_whole
 from eagleray.kernels.cpu.build.variants import VARIANTS
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +46,7 @@ def test_build_kernels_compiles_every_variant_with_its_flags(tmp_path, architect
     variants = [variant for variant in VARIANTS if variant.architecture == architecture]
     libraries = {path.name: path for path in (tmp_path / "lib" / PREBUILT).iterdir()}
     assert libraries.keys() == {variant.prebuilt.name for variant in variants}
+    assert all(map(is_whole, libraries.values()))
     for variant in variants:
         assert f" {' '.join(variant.flags)} ".encode() in libraries[variant.prebuilt.name].read_bytes()
 

@@ -37,18 +37,18 @@ def cached_file(directory: Path, name: str, make: Callable[[Path], Path]) -> Pat
     file, and every exception of `make`.
     """
     path = directory / name
-    if _is_whole(path):
+    if is_whole(path):
         return path
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory / f"{name}.lock"):
-        if _is_whole(path):  # the previous holder of the lock has made it
+        if is_whole(path):  # the previous holder of the lock has made it
             return path
         for remains in directory.glob(f"making-{name}-*"):  # left by a process that was killed
             shutil.rmtree(remains, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"making-{name}-", dir=directory))
         try:
             made = make(scratch)
-            _seal(made)
+            seal(made)
             made.replace(path)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -66,13 +66,15 @@ def private_directory() -> Path:
     return path
 
 
-def _seal(path: Path) -> None:
+def seal(path: Path) -> None:
+    """Append the SHA-256 of a file, by which `is_whole` tells whether it is damaged."""
     content = path.read_bytes()
     with path.open("ab") as file:
         file.write(hashlib.sha256(content).digest())
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
+    """Return whether a file exists and is as it was sealed. Raises `OSError` if it cannot be read."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -20,7 +20,7 @@ import torch
 from eagleray.config.environment import build_settings
 from eagleray.errors import DeadlineExceeded
 from eagleray.kernels.cpu.abi import abi
-from eagleray.kernels.cpu.build.cache import cached_file, private_directory
+from eagleray.kernels.cpu.build.cache import cached_file, is_whole, private_directory
 from eagleray.kernels.cpu.build.compiler import find_compiler
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable, openmp_functions
 from eagleray.kernels.cpu.build.sources import SOURCE_DIRECTORY, LibrarySources
@@ -42,7 +42,7 @@ def native_library() -> ctypes.CDLL:
     variant = named_variant(wanted, *machine) if wanted else best_variant(*machine)
     if variant and variant.prebuilt.exists():
         try:
-            library = open_library(variant.prebuilt)
+            library = open_prebuilt(variant.prebuilt)
         except NativeUnavailable as error:
             logger.warning("the prebuilt kernels for %s cannot be used, so they are compiled: %s", variant.name, error)
         else:
@@ -60,6 +60,17 @@ def compiled_library(variant: Variant | None) -> ctypes.CDLL:
         raise NativeUnavailable(f"{error}; or set EAGLERAY_CACHE_DIR to another directory") from error
     logger.info("using kernels that were compiled for %s", variant.name if variant else "this processor")
     return library
+
+
+def open_prebuilt(path: Path) -> ctypes.CDLL:
+    """Return the kernels of a file that a wheel has installed. Raises `NativeUnavailable`."""
+    try:
+        is_usable = is_whole(path)
+    except OSError as error:
+        raise NativeUnavailable(f"{path} cannot be read ({error.strerror})") from error
+    if not is_usable:  # loading it could crash the process
+        raise NativeUnavailable(f"{path} is damaged: install eagleray again")
+    return open_library(path)
 
 
 def open_library(path: Path) -> ctypes.CDLL:
