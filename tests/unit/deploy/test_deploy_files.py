@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -165,6 +169,30 @@ def test_image_healthcheck_and_command_fit_the_server():
     parse_command(json.loads(found["CMD"]))
     assert_variables_are_options(image_environment())
     assert {item.value for item in instructions() if item.name == "EXPOSE"} == {image_environment()["EAGLERAY_PORT"]}
+
+
+class Health(BaseHTTPRequestHandler):
+    """Answers every request with the status of the server."""
+
+    def do_GET(self) -> None:
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.mark.skipif(shutil.which("wget") is None, reason="the health check needs wget")
+@pytest.mark.parametrize(("status", "exit_code"), [(200, 0), (503, 1)])
+def test_image_healthcheck_asks_the_server_and_no_proxy(status, exit_code):
+    (check,) = [item.value for item in instructions() if item.name == "HEALTHCHECK"]
+    command = json.loads(check.partition("CMD ")[2])
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        server.status, server.timeout = status, 30
+        environment = {**os.environ, "EAGLERAY_PORT": str(server.server_port), "http_proxy": "http://127.0.0.1:1"}
+        process = subprocess.Popen(command, env={**environment, "no_proxy": ""}, stderr=subprocess.DEVNULL)
+        server.handle_request()
+        assert process.wait(timeout=30) == exit_code
 
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])
