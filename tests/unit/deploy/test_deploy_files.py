@@ -195,6 +195,17 @@ def test_image_healthcheck_asks_the_server_and_no_proxy(status, exit_code):
         assert process.wait(timeout=30) == exit_code
 
 
+@pytest.mark.parametrize(("extras", "requirement"), [("serve,data", ".[serve,data]"), ("", ".")])
+def test_image_build_argument_extras_may_be_empty(extras, requirement):
+    installing = [item.value for item in instructions() if "pip install" in item.value and "EXTRAS" in item.value]
+    assert len(installing) == 2
+    for value in installing:
+        words = value.partition("pip install ")[2].partition("&&")[0]
+        script = f"EXTRAS={shlex.quote(extras)} RAY_VERSION=2; printf '%s\n' {words}"
+        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [requirement, "ray==2"]
+
+
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])
 def test_image_does_not_run_as_root(stage):
     last = [item for item in instructions() if item.stage == stage][-1]
