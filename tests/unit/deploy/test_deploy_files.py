@@ -252,6 +252,13 @@ def test_compose_server_drains_before_it_is_killed():
 
 def test_compose_prometheus_scrapes_the_server_and_grafana_reads_it():
     (job,) = load(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
+def test_compose_grafana_can_be_seen_and_not_changed():
+    """Grafana's first account is admin with the password admin."""
+    settings = COMPOSED["grafana"]["environment"]
+    assert settings["GF_AUTH_ANONYMOUS_ENABLED"] == "true" and "GF_AUTH_ANONYMOUS_ORG_ROLE" not in settings
+    assert settings["GF_AUTH_BASIC_ENABLED"] == "false" and settings["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+
+
     assert job["static_configs"] == [{"targets": [f"eagleray:{image_environment()['EAGLERAY_PORT']}"]}]
     assert job.get("metrics_path", "/metrics") in OPEN_ROUTES
     (source,) = load(DEPLOY / "grafana/provisioning/datasources/prometheus.yaml")["datasources"]
