@@ -79,7 +79,8 @@ def test_pod_is_unprivileged_and_has_resources_image_and_probe(document):
         assert pod["enableServiceLinks"] is False
         for container in pod["containers"]:
             assert container["image"] == f"eagleray:{eagleray.__version__}"
-            assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+            requests, limits = (container["resources"][kind] for kind in ("requests", "limits"))
+            assert requests == limits and requests.keys() == {"cpu", "memory"}
             assert container["livenessProbe"]
 
 
