@@ -144,6 +144,7 @@ def test_rayjob_entrypoint_is_a_command_of_eagleray():
     assert {"name": "data", "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}} in head["volumes"]
     groups = ray_cluster(job)["workerGroupSpecs"]
     assert int(options.data_parallel_size) == sum(group["replicas"] for group in groups)
+    assert options.ray_engine_placement == "spread", "a node has room for several engines on CPUs"
 
 
 def test_rayservice_names_a_builder_and_options_that_exist():
@@ -251,8 +252,6 @@ def test_compose_server_drains_before_it_is_killed():
     assert seconds(server["stop_grace_period"]) >= timeout + 10
 
 
-def test_compose_prometheus_scrapes_the_server_and_grafana_reads_it():
-    (job,) = load(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
 def test_compose_grafana_can_be_seen_and_not_changed():
     """Grafana's first account is admin with the password admin."""
     settings = COMPOSED["grafana"]["environment"]
@@ -260,6 +259,8 @@ def test_compose_grafana_can_be_seen_and_not_changed():
     assert settings["GF_AUTH_BASIC_ENABLED"] == "false" and settings["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
 
 
+def test_compose_prometheus_scrapes_the_server_and_grafana_reads_it():
+    (job,) = load(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
     assert job["static_configs"] == [{"targets": [f"eagleray:{image_environment()['EAGLERAY_PORT']}"]}]
     assert job.get("metrics_path", "/metrics") in OPEN_ROUTES
     (source,) = load(DEPLOY / "grafana/provisioning/datasources/prometheus.yaml")["datasources"]
