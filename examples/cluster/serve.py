@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import ray
 from ray.cluster_utils import Cluster
 
 PROMPTS = ("Return the", "Raises", "If the", "class")
@@ -37,32 +36,26 @@ def main() -> None:
             assert [answer.result(SECONDS) for answer in running] == undisturbed
             print(f"{len(PROMPTS)} streams went on with the same text")
     finally:
-        ray.shutdown()
         cluster.shutdown()
 
 
 @contextlib.contextmanager
 def serve(ray_address: str) -> Iterator[str]:
     """Serve the embedded model with an engine on each node that has the resource. Yields the server's address."""
-    options = [
-        "--port",
-        "0",
-        "--ray-address",
-        ray_address,
-        "--data-parallel-backend",
-        "ray",
-        "--data-parallel-size",
-        "2",
-    ]
+    options = f"--port 0 --ray-address {ray_address} --data-parallel-backend ray --data-parallel-size 2".split()
     resources = ["--ray-worker-resources", json.dumps({"CPU": 1, "engine": 1}), "--num-threads", "1"]
     command = [sys.executable, "-m", "eagleray", "serve", *options, *resources, "--shutdown-timeout", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            log = (sys.stderr.write(line) and line for line in process.stderr)
-            found = next(match for line in log if (match := re.search(r"serving .* at (http://\S+)/v1", line)))
+            for line in process.stderr:
+                sys.stderr.write(line)
+                if match := re.search(r"serving .* at (http://\S+)/v1", line):
+                    break
+            else:
+                raise RuntimeError("the server ended before it served")
             threading.Thread(target=process.stderr.read, daemon=True).start()  # keeps the pipe empty
-            yield found[1]
+            yield match[1]
         finally:
             process.terminate()
 
@@ -72,6 +65,7 @@ def complete(url: str, prompt: str, halfway: threading.Barrier | None = None) ->
     body = {"model": "eagleray-demo", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
     text = ""
     with httpx.stream("POST", f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=SECONDS) as response:
+        response.raise_for_status()
         events = (line.removeprefix("data: ") for line in response.iter_lines() if line not in ("", "data: [DONE]"))
         for number, event in enumerate(events, 1):
             text += json.loads(event)["choices"][0]["text"]
