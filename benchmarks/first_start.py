@@ -4,7 +4,7 @@ python benchmarks/first_start.py WHEEL [--starts N]
 
 The wheel is installed with its dependencies, which takes minutes; then a program with `LLM` and a server are started
 `--starts` times each, with an empty home directory, until they can serve the embedded model and until the first answer.
-Fails if a start does not use the prebuilt kernels.
+Exits with an error if the installed package does not use the prebuilt kernels.
 """
 
 from __future__ import annotations
