@@ -56,3 +56,11 @@ def test_build_kernels_without_a_compiler_warns(tmp_path, chosen):
     messages = build_kernels(tmp_path, chosen, PATH=str(tmp_path))
     assert "this wheel gets no prebuilt kernels: there is no C++ compiler on PATH" in messages
     assert not (tmp_path / "lib").exists()
+
+
+def test_setup_needs_no_package_but_setuptools():
+    """Installers build a wheel in an environment of its own, without torch."""
+    imports = [line for line in (ROOT / "setup.py").read_text().splitlines() if line.startswith("from eagleray")]
+    assert imports
+    program = "\n".join(["import sys", f"sys.path.insert(0, {str(ROOT)!r})", *imports])
+    subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True, timeout=60)
