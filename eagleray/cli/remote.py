@@ -1,16 +1,16 @@
-"""A client of a running server for the commands `chat` and `complete`, with HTTP of the standard library."""
+"""A client of a running server for the commands `chat` and `complete`."""
 
 from __future__ import annotations
 
 import argparse
 import http.client
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
-from urllib.parse import urlsplit
 
-from eagleray.cli.api_key import ENVIRONMENT_HELP, client_key
-from eagleray.errors import EagleRayError, Unavailable, UserError
+from eagleray.cli.api_key import ENVIRONMENT_HELP
+from eagleray.cli.http_requests import error_message, key_header, parse_server_url, read_lines, send_request
+from eagleray.errors import EagleRayError, UserError
 
 
 def add_remote_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,17 +26,14 @@ class Remote:
     """Sends requests. Raises `UserError` for a refused request, and `Unavailable` if no server can be reached."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self._url = urlsplit(arguments.url)
-        if self._url.scheme not in ("http", "https") or not self._url.hostname:
-            raise UserError(f"--url {arguments.url}: expected http://HOST:PORT/v1")
+        self._url = parse_server_url(arguments.url, example="http://HOST:PORT/v1")
         if self._url.path in ("", "/"):
             self._url = self._url._replace(path="/v1")
         self.url = self._url.geturl()
-        key = client_key(arguments.api_key)
-        # Each request has a connection, which is closed with its response.
-        self._headers = {"Content-Type": "application/json", "Connection": "close"} | (
-            {"Authorization": f"Bearer {key}"} if key else {}
-        )
+        self._headers: dict[str, str | bytes] = {
+            "Content-Type": "application/json",
+            **key_header(arguments.api_key),
+        }
         self._fields = {
             name: value for name in ("max_tokens", "temperature") if (value := getattr(arguments, name)) is not None
         }
@@ -48,52 +45,35 @@ class Remote:
         """Yield the first choice of every event of a streamed answer. The server stops when the generator is closed."""
         self.num_tokens = 0
         with self._request("POST", route, self._fields | fields | {"stream": True}) as response:
-            for line in self._lines(response):
-                data = line.decode().strip().removeprefix("data:").strip()
-                if data and data != "[DONE]":
-                    event = json.loads(data)
+            for line in read_lines(response, self._url):
+                data = line.strip().removeprefix(b"data:").strip()
+                if data and data != b"[DONE]":
+                    event = self._decode(data)
                     if "error" in event:
                         raise EagleRayError(event["error"]["message"])
                     self.num_tokens = (event.get("usage") or {}).get("completion_tokens", 0)
                     yield from event["choices"][:1]
 
-    def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+    def _decode(self, data: bytes) -> Any:
         try:
-            yield from response
-        except (OSError, http.client.HTTPException) as error:
-            cause = "its connection was closed" if isinstance(error, http.client.IncompleteRead) else _reason(error)
-            raise Unavailable(f"the answer of {self.url} broke off: {cause}") from None
+            return json.loads(data)
+        except ValueError:
+            raise UserError(
+                f"the server at {self.url} does not answer as OpenAI's API: name another by --url"
+            ) from None
 
     def _first_model(self) -> str:
         with self._request("GET", "/models") as response:
-            return str(json.load(response)["data"][0]["id"])
+            models = self._decode(b"".join(read_lines(response, self._url)))
+        try:
+            return str(models["data"][0]["id"])
+        except (LookupError, TypeError):
+            raise UserError(
+                f"the server at {self.url} lists no model: name a server with OpenAI's API by --url"
+            ) from None
 
     def _request(self, method: str, route: str, body: Any = None) -> http.client.HTTPResponse:
-        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._url.hostname or "", self._url.port)
-        try:
-            connection.request(
-                method, self._url.path.rstrip("/") + route, json.dumps(body) if body else None, self._headers
-            )
-            response = connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise Unavailable(
-                f"no server answers at {self.url} ({_reason(error)}): start one with `eagleray serve`, or name "
-                "another by --url"
-            ) from None
+        response = send_request(self._url, method, route, json.dumps(body) if body else None, headers=self._headers)
         if response.status != 200:
-            raise UserError(f"the server refused ({response.status}): {error_message(response.read())}")
+            raise UserError(f"the server refused ({response.status}): {error_message(response)}")
         return response
-
-
-def _reason(error: OSError | http.client.HTTPException) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
-def error_message(body: bytes) -> str:
-    """Return the message of an error's body, or the beginning of a body that is in another form."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace")[:500]

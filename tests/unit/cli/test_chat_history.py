@@ -84,7 +84,7 @@ def serve_once(listener: socket.socket, reply: bytes) -> None:
     """Accept one connection, read a request and close after `reply`."""
     connection, _ = listener.accept()
     with connection:
-        while (data := connection.recv(65536)) and not data.endswith(b"}"):
+        while (data := connection.recv(65536)) and not data.endswith((b"}", b"\r\n\r\n")):
             pass
         connection.sendall(reply)
 
@@ -105,6 +105,26 @@ def test_remote_stream_of_no_server_or_cut_off_is_unavailable(reply, message):
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         arguments = argparse.Namespace(url=url, api_key=None, max_tokens=3, temperature=None, model_name="m")
         with pytest.raises(Unavailable, match=message):
+            list(Remote(arguments).stream("/completions", {}))
+        done.result()
+
+
+@pytest.mark.parametrize(
+    ("body", "model", "message"),
+    [
+        (b"<h1>hello</h1>", None, "does not answer as OpenAI's API"),
+        (b"<h1>hello</h1>", "m", "does not answer as OpenAI's API"),
+        (b"[]", None, "lists no model"),
+        (b'{"data": []}', None, "lists no model"),
+    ],
+)
+def test_remote_other_server_is_refused(body, model, message):
+    reply = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(serve_once, listener, reply)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        arguments = argparse.Namespace(url=url, api_key=None, max_tokens=3, temperature=None, model_name=model)
+        with pytest.raises(UserError, match=message):
             list(Remote(arguments).stream("/completions", {}))
         done.result()
 

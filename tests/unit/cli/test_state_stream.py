@@ -29,6 +29,8 @@ END = b"data: [DONE]\n\n"
 class Handler(http.server.BaseHTTPRequestHandler):
     status: ClassVar[int] = 200
     kind: ClassVar[str] = "text/event-stream"
+    answer: ClassVar[bytes] = b""
+    """Whole answer in place of status, kind and body."""
     body: ClassVar[bytes] = EVENT + END
     stays: ClassVar[bool] = False
     """Whether the answer stays open until the server stops."""
@@ -37,6 +39,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.requests.append((self.path, self.headers["Authorization"]))
+        if self.answer:
+            self.wfile.write(self.answer)
+            return
         self.send_response(self.status)
         self.send_header("Content-Type", self.kind)
         self.end_headers()
@@ -104,10 +109,39 @@ def test_state_stream_no_server_is_unavailable():
         list(stream(url))
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://"])
+def test_state_stream_cut_off_is_unavailable():
+    headers = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with server(answer=headers + b"%x\r\n" % len(EVENT) + EVENT + b"\r\nfff\r\ndata") as (url, _):
+        states = iter(stream(url))
+        assert next(states) == STATE
+        with pytest.raises(Unavailable, match=r"the answer of http\S+ broke off: its connection was closed"):
+            next(states)
+
+
+URLS = [
+    "localhost:8000",
+    "ftp://x",
+    "http://",
+    "http://a:99999",
+    "http://a:b",
+    "http://[::1",
+    "http://a b",
+    "http://.a",
+]
+
+
+@pytest.mark.parametrize("url", URLS)
 def test_state_stream_invalid_url_is_refused(url):
     with pytest.raises(UserError, match="expected http://HOST:PORT"):
         stream(url)
+
+
+def test_state_stream_key_is_sent_in_utf8_and_refused_with_a_line_break():
+    with server() as (url, requests):
+        list(stream(url, "ключ"))
+        with pytest.raises(UserError, match="the API key has a line break"):
+            stream(url, "a\nb")
+    assert requests[0][1].encode("latin-1").decode() == "Bearer ключ"
 
 
 def test_top_into_a_pipe_prints_one_snapshot(capsys):
