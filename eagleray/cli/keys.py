@@ -17,16 +17,19 @@ CTRL_C = "\x03"
 def pressed_keys() -> Iterator[Callable[[float], str]]:
     """Return a function that waits for a key, for some seconds at most, and returns it, or "" if none was pressed.
 
-    Without a terminal at the standard input there are none but Ctrl-C, which is a signal: it is noted and returned as a
-    key, also if the program was started with the signal ignored, as a shell starts programs in the background.
+    SIGINT, which a terminal sends for Ctrl-C, and SIGTERM are returned as Ctrl-C, so that the caller can restore the
+    terminal; also if the program was started with SIGINT ignored, as a shell starts programs in the background. If
+    standard input is no terminal, there are no other keys.
     """
     signals: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, lambda number, frame: signals.append(number)) for number in numbers]
     try:
         with _single_keys() as read_key:
             yield lambda seconds: CTRL_C if signals else read_key(seconds)
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

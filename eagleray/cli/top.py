@@ -123,10 +123,12 @@ class _Screen:
                 self._state, self._problem = _with_experts(news, self._state), ""
                 self._rates.append(news.traffic.generation_tokens_per_second or 0.0)
             else:
-                self._problem = f"{news}; trying again"
+                self._problem = f"trying again: {news}"
         return num_news > 0
 
 
 def _with_experts(state: DashboardState, before: DashboardState) -> DashboardState:
-    """Return the state with the experts of the one before, if they have not changed."""
-    return state if state.experts is not None else msgspec.structs.replace(state, experts=before.experts)
+    """Return the state with the experts of the one before, if they have not changed. Another instance may have none."""
+    if state.experts is not None or state.instance != before.instance:
+        return state
+    return msgspec.structs.replace(state, experts=before.experts)

@@ -27,6 +27,8 @@ SHADES = "·░▒▓█"
 
 SHADE_STYLES = ("blue", "cyan", "white", "yellow", "red")
 DASH = "–"
+CONTROL_CHARACTERS = dict.fromkeys([*range(32), *range(127, 160)], " ")
+"""Characters that would move the cursor or break a line, if a cause or a name has them."""
 
 
 class _Section(NamedTuple):
@@ -52,9 +54,11 @@ def render(
     `rates`: tokens generated per second, from the oldest state to the newest. `problem`: why there is no newer state;
     empty if the server is connected.
     """
-    head = [_title(state, problem), *_traffic(state.traffic, rates, width)]
+    head = [_title(state), *_traffic(state.traffic, rates, width)]
+    if problem:
+        head.insert(0, Text(problem, style="red"))
     sections = [
-        _Section("ENGINES", _engine_lines(state, width)),
+        _Section("ENGINES", _engine_lines(state)),
         _Section("EXITS AND RECOVERIES", [_event_line(event, state.time) for event in state.events]),
         _Section("NODES", [_node_line(state, index) for index in range(len(state.nodes))]),
         _Section("API SERVERS", [_server_line(state, index) for index in range(len(state.api_servers))]),
@@ -63,11 +67,15 @@ def render(
         sections.append(_Section("EXPERTS BY LAYER " + _legend(), _expert_lines(state.experts, width)))
     sections = [section for section in sections if section.lines]
     if height is None:
-        return Group(*head, *(line for section in sections for line in (Text(), *section.head_and_lines())))
-    rooms = share_lines(height - len(head), [len(section.lines) + 1 for section in sections])
-    lines = [section.head_and_lines(room) for section, room in zip(sections, rooms, strict=True)]
-    for line in (shown := [*head, *itertools.chain(*lines)]):
-        line.no_wrap, line.overflow = True, "ellipsis"
+        shown = [*head, *(line for section in sections for line in (Text(), *section.head_and_lines()))]
+    else:
+        rooms = share_lines(height - len(head), [len(section.lines) + 1 for section in sections])
+        lines = [section.head_and_lines(room) for section, room in zip(sections, rooms, strict=True)]
+        shown = [*head, *itertools.chain(*lines)]
+    for line in shown:
+        line.plain = line.plain.translate(CONTROL_CHARACTERS)
+        if height is not None:
+            line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*shown)
 
 
@@ -88,19 +96,16 @@ def share_lines(available: int, wanted: Sequence[int]) -> list[int]:
     return given
 
 
-def _title(state: DashboardState, problem: str) -> Text:
+def _title(state: DashboardState) -> Text:
     num_serving = sum(engine.state == "serving" for engine in state.engines)
     is_whole = num_serving == len(state.engines) and state.state == "serving"
-    line = Text.assemble(
+    return Text.assemble(
         ("eagleray ", "bold"),
         state.model,
         "  ",
         (state.state, "green" if is_whole else "yellow"),
         f", {num_serving} of {len(state.engines)} engines, weights {state.weight_version}",
     )
-    if problem:
-        line = Text.assemble((problem, "red"), "  ", line)
-    return line
 
 
 def _traffic(traffic: Traffic, rates: Sequence[float], width: int) -> list[Text]:
@@ -120,7 +125,7 @@ def _traffic(traffic: Traffic, rates: Sequence[float], width: int) -> list[Text]
     ]
 
 
-def _engine_lines(state: DashboardState, width: int) -> list[Text]:
+def _engine_lines(state: DashboardState) -> list[Text]:
     head = f"{'':12}{'state':18}{'run':>5}{'wait':>6}{'out/s':>8}{'in/s':>8}{'cache':>7}  host, process"
     return [Text(head, style="dim"), *(_engine_line(engine, state.time) for engine in state.engines)]
 
@@ -128,9 +133,9 @@ def _engine_lines(state: DashboardState, width: int) -> list[Text]:
 def _engine_line(engine: EngineRow, now: float) -> Text:
     since = "" if engine.since is None else f" {_ago(now - engine.since)}"
     workers = f", {len(engine.workers)} workers" if len(engine.workers) > 1 else ""
-    where = engine.cause or (f"{engine.host} {engine.pid}{workers}" if engine.host else "")
+    where = engine.cause or " ".join(str(part) for part in (engine.host, engine.pid) if part is not None) + workers
     return Text.assemble(
-        f"{engine.label:12}",
+        f"{engine.label:11} ",
         (f"{engine.state + since:18}", STYLES[engine.state]),
         f"{engine.num_running:5}{engine.num_waiting:6}{_rate(engine.generation_tokens_per_second):>8}",
         f"{_rate(engine.prompt_tokens_per_second):>8}{_percent(engine.cache_usage):>7}  {where}",
@@ -151,13 +156,14 @@ def _node_line(state: DashboardState, index: int) -> Text:
     node = state.nodes[index]
     engines = ", ".join(node.engines) or "no engine"
     away = f"; away: {node.num_away}" if node.num_away else ""
-    return Text.assemble(f"{node.host:12}", f"{engines}; workers: {node.num_workers}", (away, "red"))
+    return Text.assemble(f"{node.host:11} {engines}; workers: {node.num_workers}", (away, "red"))
 
 
 def _server_line(state: DashboardState, index: int) -> Text:
     server = state.api_servers[index]
-    place = server.cause or f"in flight: {server.num_in_flight}, process {server.pid}"
-    return Text.assemble(f"{server.label:12}", (f"{server.state:18}", STYLES[server.state]), place)
+    process = "" if server.pid is None else f", process {server.pid}"
+    load = server.cause or f"in flight: {server.num_in_flight}{process}"
+    return Text.assemble(f"{server.label:11} ", (f"{server.state:18}", STYLES[server.state]), load)
 
 
 def _expert_lines(experts: ExpertHeat, width: int) -> list[Text]:

@@ -154,6 +154,13 @@ def test_top_into_a_pipe_prints_one_snapshot(capsys):
     assert "\x1b" not in text
 
 
+def test_top_forgets_the_experts_of_another_instance(capsys):
+    other = msgspec.structs.replace(STATE, instance="other", experts=None)
+    with server(body=EVENT + b"data: " + msgspec.json.encode(other) + b"\n\n", stays=threading.Event()) as (url, _):
+        run(argparse.Namespace(url=url, api_key=None))
+    assert "EXPERTS BY LAYER" not in capsys.readouterr().out
+
+
 def test_top_without_rich_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'pip install "eagleray\[top\]"'):
@@ -166,8 +173,8 @@ def _as_in_the_background() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-@pytest.mark.parametrize("key", [b"q", b"\x03"])
-def test_top_in_a_terminal_ends_with_a_key(key):
+@pytest.mark.parametrize("key", [b"q", b"\x03", signal.SIGTERM])
+def test_top_in_a_terminal_ends_with_a_key_or_a_signal(key):
     leader, follower = pty.openpty()
     with server(stays=True) as (url, _):
         command = [sys.executable, "-m", "eagleray.cli.main", "top", "--url", url]
@@ -184,7 +191,10 @@ def test_top_in_a_terminal_ends_with_a_key(key):
         shown = b""
         while b"engine-0" not in shown:
             shown += os.read(leader, 65536)
-        os.write(leader, key)
+        if isinstance(key, bytes):
+            os.write(leader, key)
+        else:
+            process.send_signal(key)
         with contextlib.suppress(OSError):  # the terminal is closed
             while data := os.read(leader, 65536):
                 shown += data

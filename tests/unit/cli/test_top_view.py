@@ -121,8 +121,36 @@ def test_render_fits_into_the_terminal(size):
         assert any(line.startswith("EXPERTS") for line in lines)
 
 
-def test_render_problem_comes_first():
-    assert printed(STATE, height=24, problem="the server stopped; trying again")[0].startswith("the server stopped")
+def test_render_problem_is_a_line_above_the_others():
+    assert printed(STATE, height=24, problem="trying again: the server stopped") == [
+        "trying again: the server stopped",
+        *printed(STATE, height=23),
+    ]
+
+
+def test_render_long_names_stay_apart_from_the_next_column():
+    host, engine = "ip-10-0-0-1.ec2.internal", msgspec.structs.replace(ENGINE, label="engine-100.10")
+    node = NodeRow(host=host, engines=["engine-0"], num_workers=1, num_away=0, num_api_servers=1)
+    server = msgspec.structs.replace(SERVER, label="client-10.100")
+    lines = printed(msgspec.structs.replace(STATE, nodes=[node], engines=[engine], api_servers=[server]))
+    for line in (f"{host} engine-0; workers: 1", "engine-100.10 serving", "client-10.100 serving"):
+        assert any(shown.startswith(line) for shown in lines), line
+
+
+def test_render_members_that_start_have_no_process():
+    engine = msgspec.structs.replace(ENGINE, state="starting", since=None, pid=None)
+    server = msgspec.structs.replace(SERVER, state="starting", since=None, pid=None)
+    text = "\n".join(printed(msgspec.structs.replace(STATE, engines=[engine], api_servers=[server])))
+    assert "starting" in text and "None" not in text
+
+
+@pytest.mark.parametrize("height", [None, 24])
+def test_render_control_characters_of_names_and_causes_are_blanks(height):
+    engine = msgspec.structs.replace(LOST, cause="a traceback:\n\x1b[31mred")
+    state = msgspec.structs.replace(STATE, model="\x1b]0;title\x07", engines=[engine])
+    lines = printed(state, height=height)
+    assert lines[0].startswith("eagleray  ]0;title  serving")
+    assert any(line.endswith("a traceback:  [31mred") for line in lines)
 
 
 @given(st.integers(-5, 60), st.lists(st.integers(2, 30), min_size=1, max_size=6))
