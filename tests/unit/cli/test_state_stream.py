@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import fcntl
 import http.server
+import io
 import os
 import pty
 import signal
@@ -18,6 +19,7 @@ import msgspec
 import pytest
 from test_top_view import STATE
 
+from eagleray.cli.main import main
 from eagleray.cli.state_stream import StateStream
 from eagleray.cli.top import run
 from eagleray.errors import Unavailable, UserError
@@ -159,6 +161,15 @@ def test_top_forgets_the_experts_of_another_instance(capsys):
     with server(body=EVENT + b"data: " + msgspec.json.encode(other) + b"\n\n", stays=threading.Event()) as (url, _):
         run(argparse.Namespace(url=url, api_key=None))
     assert "EXPERTS BY LAYER" not in capsys.readouterr().out
+
+
+def test_top_on_a_terminal_of_another_encoding_prints_question_marks(monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    with server(body=EVENT) as (url, _):
+        assert main(["top", "--url", url]) == 0
+    output.flush()
+    assert b"0.50 ?????" in output.buffer.getvalue()
 
 
 def test_top_without_rich_says_what_to_install(monkeypatch):
