@@ -6,10 +6,10 @@ import re
 
 COMMAND_HELP = """\
 /clear         forget the conversation
-/system TEXT   let the conversation begin with this message from the system; without TEXT, with none
+/system TEXT   set the system message of the conversation; without TEXT, remove it
 /retry         answer the last message again
 /help          show this list
-Ctrl-C stops an answer, a second one ends, as Ctrl-D does."""
+Ctrl-C stops an answer. Ctrl-C again, or Ctrl-D, ends the chat."""
 
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 """A line that is a command, if a command has this name, or the whole line is one word."""
