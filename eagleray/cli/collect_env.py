@@ -32,7 +32,7 @@ VARIABLES = ("EAGLERAY_", "RAY_", "OMP_", "CUDA_", "NCCL_", "HF_", "TORCH_", "LD
 """Beginnings of the names of variables that change what eagleray does."""
 
 DEVELOPMENT_EXTRAS = ("browser", "deploy", "docs", "test")
-"""Extras that nobody needs who only uses eagleray."""
+"""Extras for the development of eagleray."""
 
 Facts = dict[str, dict[str, Any]]
 
@@ -133,7 +133,7 @@ def _device_facts() -> Facts:
         return {"torch": {"error": f"no answer within {DEVICE_REPORT_SECONDS:.0f} s"}}
     if done.returncode != 0:
         return {"torch": {"error": explain_exit(done.returncode)}}
-    facts: Facts = json.loads(done.stdout)
+    facts: Facts = json.loads(done.stdout.splitlines()[-1])  # libraries may print lines before it
     return facts
 
 

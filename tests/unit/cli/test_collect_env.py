@@ -6,6 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+from eagleray.cli import collect_env
 from eagleray.cli.collect_env import DEVELOPMENT_EXTRAS, format_facts, processor_facts, shown_variables
 from eagleray.cli.main import main
 from eagleray.kernels.cpu.build.library import native_library
@@ -45,6 +46,15 @@ def test_collect_env_torch_that_crashes_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     main(["collect-env"])
     assert "torch\n  error  it ended with exit code 1" in capsys.readouterr().out
+
+
+def test_device_facts_are_the_last_line_that_the_process_prints(monkeypatch, tmp_path):
+    (program := tmp_path / "python").write_text(
+        """#!/bin/sh\necho onednn_verbose\necho '{"torch": {"version": "9"}}'\n"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert collect_env._device_facts() == {"torch": {"version": "9"}}
 
 
 def test_describe_devices_names_the_kernels_and_the_memory():
