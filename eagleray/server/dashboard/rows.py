@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
@@ -115,15 +116,20 @@ def api_server_rows(
 
 def node_rows(engines: Sequence[EngineRow], api_servers: Sequence[ApiServerRow], server_host: str) -> list[NodeRow]:
     """Return a row for each host, `server_host`, on which the API servers are, first."""
-    hosts = dict.fromkeys([server_host])
-    hosts |= dict.fromkeys(host for engine in engines for host in _hosts(engine))
+    engines_on: defaultdict[str | None, list[EngineRow]] = defaultdict(list)
+    workers_on: defaultdict[str | None, list[WorkerRow]] = defaultdict(list)
+    for engine in engines:
+        engines_on[engine.host].append(engine)
+        for worker in engine.workers:
+            workers_on[worker.host].append(worker)
+    hosts = dict.fromkeys([server_host, *(host for engine in engines for host in _hosts(engine))])
     return [
         NodeRow(
             host=host,
-            engines=[engine.label for engine in engines if engine.host == host and engine.state == "serving"],
-            num_workers=sum(worker.state == "serving" for worker in _on(host, engines)),
-            num_away=sum(engine.host == host and engine.state != "serving" for engine in engines)
-            + sum(worker.state != "serving" for worker in _on(host, engines)),
+            engines=[engine.label for engine in engines_on[host] if engine.state == "serving"],
+            num_workers=sum(worker.state == "serving" for worker in workers_on[host]),
+            num_away=sum(engine.state != "serving" for engine in engines_on[host])
+            + sum(worker.state != "serving" for worker in workers_on[host]),
             num_api_servers=sum(server.state == "serving" for server in api_servers) if host == server_host else 0,
         )
         for host in hosts
@@ -138,10 +144,6 @@ def cache_usage(stats: Collection[EngineStats]) -> float | None:
 
 def _hosts(engine: EngineRow) -> list[str]:
     return [host for host in (engine.host, *(worker.host for worker in engine.workers)) if host is not None]
-
-
-def _on(host: str, engines: Iterable[EngineRow]) -> list[WorkerRow]:
-    return [worker for engine in engines for worker in engine.workers if worker.host == host]
 
 
 def _worker_rows(info: EngineInfo, state: MemberState, tensor_parallel_size: int) -> list[WorkerRow]:
