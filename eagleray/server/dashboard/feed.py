@@ -46,20 +46,16 @@ class DashboardFeed:
         """For each stream, an event that is set when something has changed."""
         self._infos: dict[int, EngineInfo] = {}
         """Properties of the last engine of each rank."""
+        self._on_change()  # in a replica of Ray Serve, engines have joined before
         self._client.observe_instance(self._on_change)
-
-    def check_room(self) -> None:
-        """Raise `Unavailable` if this server is stopping, or has as many streams as it may have."""
-        self._service.check_running()
-        if len(self._streams) >= self._max_streams:
-            raise Unavailable(
-                f"this server streams its state to {self._max_streams} pages, its limit (an eighth of the option "
-                f"`max_connections`, at most {MAX_STREAMS}): close another page"
-            )
 
     async def stream(self, emit: Emit) -> None:
         """Send the state until the server stops, for `DASHBOARD_STREAM_SECONDS` at most. Experts are sent when they
-        have changed."""
+        have changed.
+
+        Raises `Unavailable` if this server is stopping, or streams to as many pages as it may.
+        """
+        self._check_room()
         changed, seen_experts = asyncio.Event(), -1
         deadline = time.monotonic() + DASHBOARD_STREAM_SECONDS
         self._streams.add(changed)
@@ -121,6 +117,14 @@ class DashboardFeed:
             events=event_rows(client.history.events),
             experts=self._experts.heat() if self._experts.version != seen_experts else None,
         )
+
+    def _check_room(self) -> None:
+        self._service.check_running()
+        if len(self._streams) >= self._max_streams:
+            raise Unavailable(
+                f"this server streams its state to {len(self._streams)} pages, its limit (an eighth of the option "
+                f"`max_connections`, at most {MAX_STREAMS}): close another page, or raise the option"
+            )
 
     def _on_change(self) -> None:
         self._infos |= {engine.rank: info for engine, info in self._client.engines.items()}

@@ -57,7 +57,6 @@ class DashboardRoutes:
     async def show_state(self, request: Request) -> ASGIApp:
         if request.method == "HEAD" or not accepts(request.headers, "text/event-stream"):
             return json_response(self._feed.read())
-        self._feed.check_room()
         return EventStream(self._feed.stream, request.scope["state"]["request_id"])
 
 

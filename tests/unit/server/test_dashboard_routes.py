@@ -12,12 +12,13 @@ from server_fakes import ENGINE, Call, serving, stats
 
 from eagleray.identity import ClientId, next_incarnation
 from eagleray.messages.lifecycle import Attach, Stop
-from eagleray.messages.membership import Joined, Left
+from eagleray.messages.membership import Joined, Left, ProcessInfo
 from eagleray.messages.outputs import ExpertLoad
 from eagleray.metrics.ledger import IN_FLIGHT, Ledger
 from eagleray.server.dashboard import feed
-from eagleray.server.dashboard.feed import MAX_STREAMS
+from eagleray.server.dashboard.feed import MAX_STREAMS, DashboardFeed
 from eagleray.server.dashboard.state import DashboardState
+from eagleray.server.service import Service
 
 KILLED = "it was killed by SIGKILL"
 REPLACEMENT = next_incarnation(ENGINE)
@@ -180,12 +181,21 @@ def test_dashboard_stream_ends_after_a_time(api, monkeypatch):
     api.run(watch())
 
 
+def test_dashboard_state_of_a_later_application_has_the_processes_of_engines(api):
+    """As in a replica of Ray Serve, which makes its application when the engines have started."""
+    info = next(iter(api.client.engines.values()))
+    process = ProcessInfo(host="node-1", pid=4711)
+    api.deliver(Left(ENGINE, KILLED), Joined(REPLACEMENT, "e", msgspec.structs.replace(info, process=process)))
+    feed = DashboardFeed(Service(api.client, api.config, api.ledger), api.config)
+    (engine,) = feed.read().engines
+    assert (engine.label, engine.host, engine.pid) == (REPLACEMENT.label, "node-1", 4711)
+
+
 def test_dashboard_streams_beyond_the_limit_are_refused(checkpoint):
     async def fill(api, limit):
-        streams = [Watch(api.app) for _ in range(limit)]
+        *streams, refused = (Watch(api.app) for _ in range(limit + 1))
         for stream in streams:
             await stream.until(lambda state: True)
-        refused = Watch(api.app)
         await refused.task
         assert refused.received[0]["status"] == 503
         assert f"streams its state to {limit} pages" in json.loads(refused.text)["error"]["message"]
