@@ -100,7 +100,7 @@ def test_page_asks_for_the_key_and_sends_it_as_a_header_to_its_own_server_only(p
     page.goto(f"{root}/dashboard")
     page.wait_for_selector("#key-form", state="visible")
     assert not page.is_visible("#state")
-    enter_key(page, "wrong")
+    enter_key(page, "wrong – ключ")
     expect(page.locator("#key-error")).to_have_text("The server does not take this key.")
     enter_key(page, KEY)
     page.wait_for_selector("#state", state="visible")
@@ -170,7 +170,8 @@ def test_page_heat_map_cell_is_chosen_by_keys(live, root):
     assert live.is_visible("#heat-cursor")
     live.click("#layers summary")
     num_layers = live.evaluate("document.querySelector('#heat').height")
-    assert len(texts(live, "#layer-rows td:first-child")) == num_layers > 0
+    assert num_layers > 0
+    expect(live.locator("#layer-rows td:first-child")).to_have_count(num_layers)
 
 
 @pytest.mark.parametrize("size", [{"width": 320, "height": 600}, PHONE, DESKTOP], ids=lambda size: str(size["width"]))
@@ -203,14 +204,69 @@ def luminance(color: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
+def answer_requests(page, *answers):
+    """Answer the requests for states with these lists of states, one after the other; those of None get no answer.
+    Refuse further requests."""
+    remaining = list(answers)
+
+    def answer(route):
+        if not remaining:
+            route.abort()
+        elif (states := remaining.pop(0)) is not None:
+            body = "".join(f"data: {json.dumps(one)}\n\n" for one in states)
+            route.fulfill(body=body, content_type="text/event-stream")
+
+    page.route("**/dashboard/state", answer)
+
+
+def test_page_that_was_hidden_while_its_server_went_connects_when_it_is_shown(page, root):
+    first = state(root)
+    page.add_init_script("Object.defineProperty(document, 'hidden', { get: () => window.isShown !== true })")
+    answer_requests(page, [first])
+    with page.expect_event("requestfailed"):
+        page.goto(f"{root}/dashboard")
+    page.unroute("**/dashboard/state")
+    answer_requests(page, [first | {"model": "newer"}])
+    page.evaluate("() => { window.isShown = true; document.dispatchEvent(new Event('visibilitychange')); }")
+    expect(page.locator("#model")).to_have_text("newer")
+
+
+def test_page_server_that_does_not_answer_is_asked_again(page, root):
+    page.clock.install()
+    answer_requests(page, None, [state(root)])
+    page.goto(f"{root}/dashboard")
+    page.clock.run_for(12_000)
+    page.wait_for_selector("#state", state="visible")
+
+
+def test_page_restarted_server_has_no_experts_and_no_curve_of_another(page, root):
+    """The clock of the new one is an hour behind."""
+    first = state(root) | {"experts": {"load": [[150, 50]], "balance": [0.67]}}
+    restarted = first | {"instance": "other", "time": first["time"] - 3600, "experts": None}
+    answer_requests(page, [first, first | {"time": first["time"] + 1, "experts": None}, restarted])
+    page.goto(f"{root}/dashboard")
+    expect(page.locator("#instance")).to_contain_text("instance other")
+    assert not page.is_visible("#experts")
+    assert "L" not in page.get_attribute("#tiles li:nth-child(2) .line", "d")
+
+
+def test_page_texts_of_the_server_are_no_markup(page, root):
+    markup = "<img src=x onerror=fail()>"
+    first = state(root)
+    engine = first["engines"][0] | {"label": markup, "cause": markup, "host": markup}
+    event = {"time": 1.0, "member": markup, "kind": "lost", "cause": markup, "returns": True, "downtime": None}
+    node = first["nodes"][0] | {"host": markup}
+    named = {"model": markup, "instance": markup, "engines": [engine], "events": [event], "nodes": [node]}
+    answer_requests(page, [first | named])
+    page.goto(f"{root}/dashboard")
+    expect(page.locator("#model")).to_have_text(markup)
+    assert page.locator("img").count() == 0
+
+
 def test_page_does_not_grow_with_the_number_of_states(page, root):
     """There is an exit in every state. Later states take the place of earlier ones."""
     states = states_after(state(root), 900)
-    bodies = ["".join(f"data: {json.dumps(one)}\n\n" for one in states)]
-    page.route(
-        "**/dashboard/state",
-        lambda route: route.fulfill(body=bodies.pop(), content_type="text/event-stream") if bodies else route.abort(),
-    )
+    answer_requests(page, states)
     page.goto(f"{root}/dashboard")
     page.wait_for_selector(f"#events > li[data-key^='{states[-1]['time']!r} ']")
     assert len(texts(page, "#events > li")) == 100

@@ -9,7 +9,7 @@
   const KEY_ITEM = `eagleray-key ${BASE}`;
   const byId = (id) => document.getElementById(id);
 
-  // What a reader sees of a number.
+  // Numbers as they are shown.
 
   const dash = "–";
   const whole = (n) => n.toLocaleString("en");
@@ -60,7 +60,7 @@
   const TILES = [
     { name: "Tokens/s generated", read: ({ traffic: t }) => t.generation_tokens_per_second, show: rate, note: ({ traffic: t }) => `${rate(t.prompt_tokens_per_second)} in prompts` },
     { name: "Requests in flight", read: ({ traffic: t }) => t.num_in_flight, show: whole, note: ({ traffic: t }) => `${whole(t.num_running)} running, ${whole(t.num_waiting)} waiting` },
-    { name: "Completions/s", read: ({ traffic: t }) => t.requests_per_second, show: rate, note: ({ traffic: t }) => `${whole(t.time_per_output_token.count)} in a minute` },
+    { name: "Completions/s", read: ({ traffic: t }) => t.requests_per_second, show: rate, note: () => "in the last seconds" },
     { name: "Time to first token, p50", read: ({ traffic: t }) => t.time_to_first_token.p50, show: seconds, note: ({ traffic: t }) => `p95 ${seconds(t.time_to_first_token.p95)}` },
     { name: "Time per output token, mean", read: ({ traffic: t }) => t.time_per_output_token.mean, show: seconds, note: ({ traffic: t }) => `p95 ${seconds(t.time_per_output_token.p95)}` },
     { name: "KV cache in use", read: ({ traffic: t }) => t.cache_usage, show: percent, note: () => "of all engines", top: 1 },
@@ -70,8 +70,8 @@
   const points = [];
 
   function remember(state) {
-    const last = points.at(-1);
-    if (last !== undefined && state.time - last.time < 0.7) points.pop(); // sent early, because a member joined or left
+    // Such points are there if this state was sent early, because a member joined or left, or if a clock was set back.
+    while (points.at(-1)?.time > state.time - 0.7) points.pop();
     points.push({ time: state.time, values: TILES.map((tile) => tile.read(state)) });
     while (points[0].time < state.time - HISTORY_SECONDS || points.length > HISTORY_SECONDS + 10) points.shift();
   }
@@ -185,6 +185,7 @@
   // Experts: one pixel for each, enlarged by the browser.
 
   let experts = null;
+  let expertsInstance = null; // name of the instance that `experts` are of
   let cell = null;
 
   function color(name) {
@@ -240,9 +241,11 @@
   }
 
   function showExperts(state) {
+    if (state.instance !== expertsInstance) experts = null;
+    expertsInstance = state.instance;
+    if (state.experts !== null) experts = state.experts;
+    byId("experts").hidden = experts === null;
     if (state.experts === null) return; // there are none, or nothing has changed
-    experts = state.experts;
-    byId("experts").hidden = false;
     drawHeat();
     showLayers();
   }
@@ -298,9 +301,22 @@
     byId("state").hidden = false;
   }
 
+  // The key, which a reload of the page keeps unless the browser refuses to store anything.
+
+  const storage = (() => { try { return sessionStorage; } catch { return null; } })();
+  let key = storage?.getItem(KEY_ITEM) ?? null;
+  const asHeader = (text) => String.fromCharCode(...new TextEncoder().encode(text)); // headers are bytes
+
+  function setKey(text) {
+    key = text;
+    if (text === null) storage?.removeItem(KEY_ITEM);
+    else storage?.setItem(KEY_ITEM, text);
+  }
+
   // The connection. It is opened again whenever it ends; the key is asked for when the server refuses without one.
 
-  let connection = null; // an AbortController
+  let connection = null; // an AbortController; null while the page is hidden and has no connection
+  let openedAt = 0;
   let heardAt = null; // time of the last state
   let numFailures = 0;
   let retry = null;
@@ -308,11 +324,11 @@
 
   function showConnection() {
     const node = byId("connection");
-    const isLive = problem === "" && heardAt !== null;
-    setClass(node, isLive ? "live" : heardAt === null && problem === "" ? "" : "lost");
-    const since = heardAt === null ? "" : `; last news ${ago((Date.now() - heardAt) / 1000)} ago`;
-    setText(node, isLive ? "live" : problem === "" ? "connecting" : `${problem}${since}`);
-    document.body.classList.toggle("stale", problem !== "");
+    const isLive = problem === "" && heardAt !== null && Date.now() - heardAt < SILENT_MS;
+    setClass(node, isLive ? "live" : problem === "" ? "" : "lost");
+    const since = heardAt === null ? "" : `; last update ${ago((Date.now() - heardAt) / 1000)} ago`;
+    setText(node, isLive ? "live" : `${problem || "connecting"}${since}`);
+    document.body.classList.toggle("stale", !isLive);
   }
 
   function askForKey(message) {
@@ -348,19 +364,19 @@
     clearTimeout(retry);
     connection?.abort();
     const mine = (connection = new AbortController());
-    const key = sessionStorage.getItem(KEY_ITEM);
+    openedAt = Date.now();
     let reason = "the connection was lost";
     let isStopping = true;
     try {
-      const headers = { Accept: "text/event-stream", ...(key === null ? {} : { Authorization: `Bearer ${key}` }) };
+      const headers = { Accept: "text/event-stream", ...(key === null ? {} : { Authorization: `Bearer ${asHeader(key)}` }) };
       const response = await fetch(`${BASE}/state`, { headers, cache: "no-store", signal: mine.signal });
       if (response.status === 401) {
-        sessionStorage.removeItem(KEY_ITEM);
-        askForKey(key === null ? "" : "The server does not take this key.");
+        const message = key === null ? "" : "The server does not take this key.";
+        setKey(null);
+        askForKey(message);
         return;
       }
       if (response.ok) {
-        byId("key-form").hidden = true;
         for await (const state of events(response.body)) {
           if (state.error !== undefined) throw new Error(state.error.message);
           [heardAt, numFailures, problem] = [Date.now(), 0, ""];
@@ -381,7 +397,11 @@
       if (!(error instanceof TypeError) && error.name !== "AbortError") reason = error.message;
       else if (heardAt === null) reason = "the server does not answer";
     }
-    if (connection !== mine || document.hidden) return;
+    if (connection !== mine) return;
+    if (document.hidden) {
+      connection = null; // opened when the page is shown
+      return;
+    }
     problem = `${reason}; trying again`;
     showConnection();
     retry = setTimeout(connect, RETRY_MS[Math.min(numFailures, RETRY_MS.length - 1)]);
@@ -390,30 +410,36 @@
 
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    sessionStorage.setItem(KEY_ITEM, byId("key").value.trim());
+    setKey(byId("key").value.trim());
     byId("key").value = "";
+    byId("key-form").hidden = true;
     problem = "";
     connect();
   });
 
   let hiding = null;
-  document.addEventListener("visibilitychange", () => {
+
+  function onVisibilityChange() {
     clearTimeout(hiding);
     if (document.hidden) {
       hiding = setTimeout(() => {
+        clearTimeout(retry);
         connection?.abort();
         connection = null;
       }, HIDDEN_MS);
-    } else if (connection === null || problem !== "") {
-      if (byId("key-form").hidden) connect();
+    } else if ((connection === null || problem !== "") && byId("key-form").hidden) {
+      connect();
     }
-  });
+    showConnection();
+  }
+
+  document.addEventListener("visibilitychange", onVisibilityChange);
 
   setInterval(() => {
-    if (problem === "" && heardAt !== null && connection !== null && Date.now() - heardAt > SILENT_MS) connection.abort();
+    if (Date.now() - Math.max(openedAt, heardAt ?? 0) > SILENT_MS) connection?.abort(); // no effect if it has ended
     showConnection();
   }, 1000);
 
-  showConnection();
   connect();
+  onVisibilityChange();
 })();
