@@ -1,5 +1,5 @@
-"""The latest changes of the membership, which the supervisor keeps for members that attach later, and each client for
-those who ask what happened. Pure."""
+"""The latest changes of the membership. The supervisor keeps them for members that attach later, and each client for
+its live page. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The document of /dashboard/state: the instance at one moment, as the page and `eagleray top` show it.
 
-Structs alone; `rows.py` and `feed.py` fill them.
+It contains structs only; `rows.py` and `feed.py` fill them.
 """
 
 from __future__ import annotations
