@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -31,6 +31,7 @@ START_SECONDS = 300.0
 IDLE_SECONDS = 120.0
 IDLE_SHARE = 0.05
 RECOVERY_SECONDS = 120.0
+REOPEN_SECONDS = 0.5
 SETTLE_SECONDS = 2.0
 """Time after a page was opened or closed that is not measured."""
 
@@ -83,7 +84,7 @@ def measure_costs(root: int, url: str, *, seconds: float, rounds: int) -> Iterat
     wait_until_idle(root)
     for _ in range(rounds):
         idle = processor_share(root, lambda: time.sleep(seconds))
-        with opened_stream(url) as states:
+        with contextlib.closing(read_states(url)) as states:
             read_for(states, SETTLE_SECONDS)
             watched = processor_share(root, lambda: read_for(states, seconds))
         time.sleep(SETTLE_SECONDS)
@@ -117,12 +118,13 @@ def processor_seconds(root: int) -> float:
     return sum(int(path.read_text().split()[0]) for path in threads) / 1e9
 
 
-@contextlib.contextmanager
-def opened_stream(url: str) -> Iterator[Iterator[Any]]:
-    """Open the stream of states, as a page does."""
+def read_states(url: str) -> Generator[Any, None, None]:
+    """Yield states as a page reads them, which opens a stream again when the server has ended it."""
     request = Request(f"{url}/dashboard/state", headers={"Accept": "text/event-stream"})
-    with urlopen(request, timeout=RECOVERY_SECONDS) as answer:
-        yield (json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: {"))
+    while True:
+        with urlopen(request, timeout=RECOVERY_SECONDS) as answer:
+            yield from (json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: {"))
+        time.sleep(REOPEN_SECONDS)
 
 
 def read_for(states: Iterator[Any], seconds: float) -> None:
@@ -134,7 +136,7 @@ def read_for(states: Iterator[Any], seconds: float) -> None:
 
 def delays_in_stream(url: str, *, kills: int, engines: int) -> Iterator[float]:
     """Yield the seconds from each kill to the state that shows it."""
-    with opened_stream(url) as states:
+    with contextlib.closing(read_states(url)) as states:
         for kill in range(kills):
             rank = kill % engines
             victim = next(state for state in states if all(is_serving(engine) for engine in state["engines"]))
