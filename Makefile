@@ -11,6 +11,9 @@ DEPLOY_READY := $(VENV)/.deploy-ready
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON   ?= gpu.json
 
+# Marks of tests that neither `make test` nor `make test-all` runs, because each has a target of its own.
+OWN_TARGETS := hosts or documents or deploy or examples or browser
+
 # Bytecode is kept even if the environment forbids it, as some container images do: tests start hundreds of processes,
 # and each would compile the package again, which is a fifth of the processor time of its start.
 export PYTHONDONTWRITEBYTECODE :=
@@ -21,16 +24,16 @@ serve: $(SERVE_READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ...
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
 test: lint  ## Everything that must hold before a change lands.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts and not documents and not deploy and not examples and not browser and not aarch64"
+	$(BIN)/python -m pytest -n 2 -m "not (slow or grid or aarch64 or $(OWN_TARGETS))"
 
 quick: $(READY)  ## Unit tests alone, in less than two minutes.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not aarch64" tests/unit
+	$(BIN)/python -m pytest -n 2 -m "not (slow or grid or aarch64)" tests/unit
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 test-all: $(READY)  ## The whole grid: every executor with every parallelism.
-	$(BIN)/python -m pytest -m "not hosts and not documents and not deploy and not examples and not browser"
+	$(BIN)/python -m pytest -m "not ($(OWN_TARGETS))"
 
 test-aarch64: $(READY)  ## Kernels for aarch64 under an emulator: apt install g++-aarch64-linux-gnu qemu-user
 	@for tool in aarch64-linux-gnu-g++ qemu-aarch64; do \
