@@ -128,7 +128,10 @@ def _device_facts() -> Facts:
     """Return the sections of the process that imports torch, or how it failed."""
     command = [sys.executable, "-m", "eagleray.worker.device_report"]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=DEVICE_REPORT_SECONDS)
+        # In a group of its own, because Ctrl-C would make it print a traceback; it is killed then.
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=DEVICE_REPORT_SECONDS, process_group=0
+        )
     except subprocess.TimeoutExpired:
         return {"torch": {"error": f"no answer within {DEVICE_REPORT_SECONDS:.0f} s"}}
     if done.returncode != 0:
