@@ -15,7 +15,7 @@ from eagleray.config.api_keys import divided_keys
 from eagleray.config.environment import API_KEY_VARIABLE
 
 FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
-ENVIRONMENT_HELP = f"key to show (default: the environment's {API_KEY_VARIABLE}, else its OPENAI_API_KEY)"
+ENVIRONMENT_HELP = f"API key to send (default: the variable {API_KEY_VARIABLE}, or else OPENAI_API_KEY)"
 
 ARG_START, ARG_END = 48, 49
 """Fields of /proc/self/stat, counted from 1: begin and end of the arguments in memory."""
