@@ -25,7 +25,7 @@ Counter = tuple[str | EngineId, Labels]
 
 
 class EngineRates(NamedTuple):
-    """Tokens for each second; None before they were observed."""
+    """Tokens per second; None before a second was observed."""
 
     prompt_tokens: float | None
     generation_tokens: float | None
@@ -62,12 +62,12 @@ class Sampler:
         self._minute.add(now, counters)
 
     def engine_rates(self, engine: EngineId) -> EngineRates:
-        """Return the tokens of one engine for each second."""
+        """Return the tokens of one engine per second."""
         return EngineRates(self._rates.rate((engine, ("prompt",))), self._rates.rate((engine, ("generation",))))
 
     @property
     def total_rates(self) -> EngineRates:
-        """Tokens of all engines for each second."""
+        """Tokens of all engines per second."""
         each = [self.engine_rates(engine) for engine in self._client.stats]
         if not self._rates.seconds:
             return EngineRates(None, None)
@@ -77,7 +77,7 @@ class Sampler:
 
     @property
     def requests_per_second(self) -> float | None:
-        """Number of completions that ended in each second; None before it was observed."""
+        """Number of completions that ended per second; None before a second was observed."""
         if not self._rates.seconds:
             return None
         name = self._metrics.success.name

@@ -42,7 +42,7 @@ class CounterWindow(Generic[K]):
         return self._samples[-1][0] - self._samples[0][0] if self._samples else 0.0
 
     def rate(self, key: K) -> float | None:
-        """Return the increase of a counter for each second; None before there are two samples."""
+        """Return the increase of a counter per second; None before there are two samples."""
         return self.increase.get(key, 0.0) / self.seconds if self.seconds else None
 
 
