@@ -3,9 +3,14 @@
 Needs Ray Data: `pip install "eagleray[data]"`. See docs/ray_data.md.
 """
 
-from eagleray.data import requirements
+from eagleray.cluster.ray_libraries import explain_missing_library
 
-requirements.check()
+MIN_RAY = (2, 60)
+"""First version with the tested interface: `ActorPoolStrategy(max_concurrent_calls_per_actor=…)`, `repartition` with
+`strict`, and checkpoints that commit files in two phases."""
+
+if missing := explain_missing_library("ray.data", "eagleray.data", min_ray=MIN_RAY, extra="data"):
+    raise ImportError(missing)
 
 from eagleray.data.options import StageKeywords  # noqa: E402
 from eagleray.data.pipeline import classify, embed, generate, score  # noqa: E402

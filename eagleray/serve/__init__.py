@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 from collections.abc import Mapping
@@ -14,18 +15,21 @@ import ray
 
 from eagleray.cluster.nodes import can_grow, list_nodes
 from eagleray.cluster.offered import offered_resources
+from eagleray.cluster.ray_libraries import explain_missing_library
 from eagleray.config.suggestions import suggest
 from eagleray.errors import ConfigError
 from eagleray.serve.adapter_source import adapter_source
 from eagleray.serve.defaults import deployment_options
 from eagleray.serve.options import serve_config
-from eagleray.serve.ray_serve import import_serve
 from eagleray.serve.resources import ReplicaResources, check_capacity, replica_resources, with_executor
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
 __all__ = ["build_app", "build_app_from_args"]
+
+MIN_RAY = (2, 56)
+"""First version of Ray whose `serve.ingress` takes an application that the replica builds."""
 
 
 def build_app(
@@ -45,7 +49,7 @@ def build_app(
     Raises `ConfigError` for an option that cannot be used or if Ray Serve is missing, and `ClusterError` if the cluster
     cannot be joined or can never hold a replica.
     """
-    serve = import_serve()
+    serve = _import_serve()
     given = _checked_deployment(serve, {} if deployment is None else deployment)
     config = with_executor(serve_config(options | ({} if model is None else {"model": model})))
     offered = offered_resources()
@@ -78,6 +82,13 @@ def _json_object(name: str, text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ConfigError(f"option `{name}`: expected a JSON object, but got {text!r}: {error}") from None
+
+
+def _import_serve() -> Any:
+    """Return the module `ray.serve`. Raises `ConfigError` if it is not installed, or Ray is too old."""
+    if missing := explain_missing_library("ray.serve", "eagleray.serve", min_ray=MIN_RAY, extra="serve"):
+        raise ConfigError(missing)
+    return importlib.import_module("ray.serve")
 
 
 def _checked_deployment(serve: Any, given: Any) -> dict[str, Any]:

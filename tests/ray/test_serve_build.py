@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from typing import Any
 
 import pytest
@@ -61,15 +61,8 @@ def test_build_app_replica_that_the_cluster_cannot_hold_is_refused(cluster):
 
 
 def test_build_app_without_ray_serve_says_what_to_install(cluster, monkeypatch):
-    real_import = builtins.__import__
-
-    def without_serve(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "ray" and args[2] and "serve" in args[2]:
-            raise ModuleNotFoundError("No module named 'fastapi'")
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_serve)
-    with pytest.raises(ConfigError, match=r"Ray Serve.*No module named 'fastapi'.*pip install 'eagleray\[serve\]'"):
+    monkeypatch.setitem(sys.modules, "ray.serve", None)
+    with pytest.raises(ConfigError, match=r'needs ray\.serve, .*: pip install "eagleray\[serve\]"'):
         build_app()
 
 

@@ -1,15 +1,13 @@
-"""Options of stages, the resources that their actors reserve, and the versions of Ray that they need."""
+"""Options of stages, and the resources that their actors reserve."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 
 from eagleray.cluster.nodes import Node
 from eagleray.config.build import build_config
-from eagleray.data import requirements
 from eagleray.data.options import StageOptions, split_options
 from eagleray.data.reservation import actor_resources, explain_actor_shortage, explain_group_shortage
 from eagleray.errors import ConfigError
@@ -100,20 +98,3 @@ def test_explain_actor_shortage_says_what_would_fit(
 def test_explain_group_shortage_says_what_would_fit(options: dict[str, Any], said: str | None) -> None:
     found = explain_group_shortage(build_config(**options), [node(CPU=8, GPU=4)])
     assert found is None if said is None else found is not None and said in found
-
-
-@pytest.mark.parametrize("version", ["2.59.1", "1.13.0", "unknown"])
-def test_check_version_older_ray_is_refused(version: str) -> None:
-    with pytest.raises(ImportError, match=rf"needs Ray 2\.60 or newer, but Ray {version} is installed: pip install"):
-        requirements.check_version(version)
-
-
-@pytest.mark.parametrize("version", ["2.60.0", "2.61.0rc1", "3.0.0.dev0"])
-def test_check_version_newer_ray_is_accepted(version: str) -> None:
-    requirements.check_version(version)
-
-
-def test_check_missing_ray_data_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r'needs Ray Data, .*: pip install "eagleray\[data\]"'):
-        requirements.check()
