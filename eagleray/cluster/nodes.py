@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from eagleray.cluster.timeouts import AUTOSCALER_REPORT_SECONDS
+from eagleray.cluster.timeouts import AUTOSCALER_REPORT_SECONDS, POLL_INTERVAL_SECONDS
 from eagleray.errors import ClusterError
 
 MIN_PREFIX = 8
@@ -103,6 +103,21 @@ def can_grow(nodes: Sequence[Node]) -> bool | None:
         return manages_nodes(report)
     is_young = time.monotonic() < _first_asked() + AUTOSCALER_REPORT_SECONDS
     return None if is_young and not _is_local_cluster() else False
+
+
+def check_cluster_can_hold(explain_shortage: Callable[[Sequence[Node]], str | None]) -> None:
+    """Raise `ClusterError` if the nodes, with nothing on them, are too few or too small, and none can be added.
+
+    `explain_shortage` returns a sentence for such nodes, else None. Waits until it is known whether an autoscaler may
+    add nodes, at most `AUTOSCALER_REPORT_SECONDS`.
+    """
+    while (shortage := explain_shortage(nodes := list_nodes())) is not None:
+        grows = can_grow(nodes)
+        if grows is False:
+            raise ClusterError(shortage)
+        if grows:
+            return
+        time.sleep(POLL_INTERVAL_SECONDS)
 
 
 def manages_nodes(report: dict[str, Any]) -> bool:

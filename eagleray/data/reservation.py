@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,10 +11,8 @@ from eagleray.cluster.actor_options import as_actor_options, asked_resources
 from eagleray.cluster.bundles import Resources, count_fitting, format_resources, worker_resources
 from eagleray.cluster.capacity import explain_engine_shortage
 from eagleray.cluster.engine_placement import engine_size
-from eagleray.cluster.nodes import Node, can_grow, list_nodes, select_nodes
-from eagleray.cluster.timeouts import POLL_INTERVAL_SECONDS
+from eagleray.cluster.nodes import Node, check_cluster_can_hold, list_nodes, select_nodes
 from eagleray.config.sections import Config
-from eagleray.errors import ClusterError
 
 ACTOR_CPUS = 1.0
 """CPUs of an actor whose workers compute elsewhere or on GPUs, for texts and tokens."""
@@ -52,19 +49,12 @@ def reserve(config: Config, given: Mapping[str, Any], num_actors: int, *, has_ch
     options = {**as_actor_options(actor_resources(config, list_nodes())), **given}
     resources = {name: amount for name, amount in asked_resources(options).items() if amount}
     own_cpus = TASK_CPUS + CHECKPOINT_CPUS * has_checkpoint
-    while True:
-        nodes = list_nodes()
-        shortage = explain_actor_shortage(nodes, resources, num_actors, own_cpus) or explain_group_shortage(
-            config, nodes
+    check_cluster_can_hold(
+        lambda nodes: (
+            explain_actor_shortage(nodes, resources, num_actors, own_cpus) or explain_group_shortage(config, nodes)
         )
-        if shortage is None:
-            return options
-        grows = can_grow(nodes)
-        if grows is False:
-            raise ClusterError(shortage)
-        if grows:
-            return options
-        time.sleep(POLL_INTERVAL_SECONDS)  # known some seconds after the cluster's start
+    )
+    return options
 
 
 def explain_actor_shortage(nodes: Sequence[Node], resources: Resources, num_actors: int, own_cpus: float) -> str | None:

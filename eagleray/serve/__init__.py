@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from eagleray.cluster.nodes import can_grow, list_nodes
+from eagleray.cluster.nodes import check_cluster_can_hold
 from eagleray.cluster.offered import offered_resources
 from eagleray.cluster.ray_libraries import explain_missing_library
 from eagleray.config.suggestions import suggest
@@ -21,7 +21,7 @@ from eagleray.errors import ConfigError
 from eagleray.serve.adapter_source import adapter_source
 from eagleray.serve.defaults import deployment_options
 from eagleray.serve.options import serve_config
-from eagleray.serve.resources import ReplicaResources, check_capacity, replica_resources, with_executor
+from eagleray.serve.resources import explain_replica_shortage, replica_resources, with_executor
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -54,8 +54,10 @@ def build_app(
     config = with_executor(serve_config(options | ({} if model is None else {"model": model})))
     offered = offered_resources()
     resources = replica_resources(config, offered, actor_options=given.get("ray_actor_options", {}))
-    if "placement_group_bundles" not in given:
-        _check_room(resources)
+    if ray.is_initialized() and "placement_group_bundles" not in given:
+        check_cluster_can_hold(
+            lambda nodes: explain_replica_shortage(resources, [node.total for node in nodes if node.is_alive])
+        )
     from eagleray.serve.replica import ServeReplica
 
     made = serve.deployment(ServeReplica, **deployment_options(config, resources, given))
@@ -102,12 +104,3 @@ def _checked_deployment(serve: Any, given: Any) -> dict[str, Any]:
             hint = f"; did you mean `{meant}`?" if meant else f"; it has {', '.join(sorted(known))}"
             raise ConfigError(f"option `deployment`: serve.deployment of Ray {ray.__version__} has no `{name}`{hint}")
     return dict(given)
-
-
-def _check_room(resources: ReplicaResources) -> None:
-    """Raise `ClusterError` if this program is connected to a cluster that could never hold a replica."""
-    if not ray.is_initialized():
-        return
-    nodes = list_nodes()
-    if can_grow(nodes) is False:
-        check_capacity(resources, [node.total for node in nodes if node.is_alive])

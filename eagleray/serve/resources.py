@@ -13,7 +13,7 @@ from eagleray.cluster.bundles import Resources, count_fitting, format_resources,
 from eagleray.cluster.engine_placement import engine_size, round_up_amount
 from eagleray.config.resolve import executor_name
 from eagleray.config.sections import Config
-from eagleray.errors import ClusterError, ConfigError
+from eagleray.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +63,13 @@ def replica_resources(
     return ReplicaResources(replica=_needed({"CPU": 1.0} | held | given), bundles=(), strategy="PACK")
 
 
-def check_capacity(resources: ReplicaResources, nodes: Sequence[Resources]) -> None:
-    """Raise `ClusterError` if empty nodes could not hold one replica. `nodes`: all resources of each node."""
+def explain_replica_shortage(resources: ReplicaResources, nodes: Sequence[Resources]) -> str | None:
+    """Return a sentence if empty nodes could not hold one replica; else None. `nodes`: all resources of each node."""
     if any(_fits_around(index, resources, nodes) for index in range(len(nodes))):
-        return
+        return None
     workers = f" and {len(resources.bundles)} x {format_resources(resources.bundles[0])}" if resources.bundles else ""
     have = "; ".join(format_resources({name: node.get(name, 0.0) for name in _names(resources)}) for node in nodes)
-    raise ClusterError(
+    return (
         f"no replica fits into the cluster: one takes {format_resources(resources.replica)} for itself{workers} "
         f"({resources.strategy}), and the nodes have {have or 'nothing'}: add nodes, give a smaller "
         "`tensor_parallel_size`, `pipeline_parallel_size` or `data_parallel_size`, or `ray_worker_resources` and "

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from eagleray.cluster.nodes import Node, manages_nodes, select_nodes
+from eagleray.cluster import nodes
+from eagleray.cluster.nodes import Node, check_cluster_can_hold, manages_nodes, select_nodes
 from eagleray.errors import ClusterError
 
 
@@ -58,3 +59,25 @@ WATCHES = {"active_nodes": {"node_a1": 1, "node_b2": 1}, "node_type_mapping": {"
 )
 def test_manages_nodes_autoscaler_that_only_watches_is_false(report: dict[str, object], manages: bool) -> None:
     assert manages_nodes(report) is manages
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_check_cluster_can_hold_waits_until_it_is_known_whether_nodes_can_be_added(
+    monkeypatch: pytest.MonkeyPatch, grows: bool
+) -> None:
+    answers = [None, None, grows]
+    monkeypatch.setattr(nodes, "POLL_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(nodes, "list_nodes", lambda: NODES)
+    monkeypatch.setattr(nodes, "can_grow", lambda nodes: answers.pop(0))
+    if grows:
+        check_cluster_can_hold(lambda nodes: "too few")
+    else:
+        with pytest.raises(ClusterError, match="too few"):
+            check_cluster_can_hold(lambda nodes: "too few")
+    assert answers == []
+
+
+def test_check_cluster_can_hold_enough_nodes_are_accepted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "list_nodes", lambda: NODES)
+    monkeypatch.delattr(nodes, "can_grow")
+    check_cluster_can_hold(lambda nodes: None)
