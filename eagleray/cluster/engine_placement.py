@@ -50,6 +50,11 @@ class EngineReservation:
     """Placement group of the engine; None while that is not created yet."""
 
 
+def takes_bundles(config: Config) -> bool:
+    """Whether engines or workers are Ray actors, which take bundles. `config`: with an executor other than `auto`."""
+    return config.execution.executor in ("ray", "ray-graph") or config.parallel.data_parallel_backend == "ray"
+
+
 def engine_size(config: Config, offered: Iterable[Resources]) -> EngineSize:
     """Return what one engine takes. `offered`: all resources of each node.
 

@@ -10,7 +10,7 @@ import ray
 from eagleray.cluster.actor_options import as_actor_options, asked_resources
 from eagleray.cluster.bundles import Resources, count_fitting, format_resources, worker_resources
 from eagleray.cluster.capacity import explain_engine_shortage
-from eagleray.cluster.engine_placement import engine_size
+from eagleray.cluster.engine_placement import engine_size, takes_bundles
 from eagleray.cluster.nodes import Node, check_cluster_can_hold, list_nodes, select_nodes
 from eagleray.config.sections import Config
 
@@ -30,7 +30,7 @@ def actor_resources(config: Config, nodes: Sequence[Node]) -> dict[str, float]:
     Engines and workers that are Ray actors have placement groups of their own.
     """
     parallel = config.parallel
-    if _has_own_groups(config):
+    if takes_bundles(config):
         return {"CPU": ACTOR_CPUS}
     worker = worker_resources({}, config.execution.device, [node.total for node in nodes if node.is_alive])
     if "CPU" in worker and config.execution.num_threads is not None:
@@ -83,7 +83,7 @@ def explain_actor_shortage(nodes: Sequence[Node], resources: Resources, num_acto
 def explain_group_shortage(config: Config, nodes: Sequence[Node]) -> str | None:
     """Return a sentence if the nodes, with nothing on them, cannot hold the placement groups of an actor's engines;
     else None."""
-    if not _has_own_groups(config):
+    if not takes_bundles(config):
         return None
     usable = [node for node in select_nodes(nodes, config.ray.ray_nodes) if node.is_alive]
     parallel = config.parallel
@@ -96,7 +96,3 @@ def explain_group_shortage(config: Config, nodes: Sequence[Node]) -> str | None:
         pipeline=parallel.pipeline_parallel_size,
     )
     return None if shortage.may_pass else shortage.text
-
-
-def _has_own_groups(config: Config) -> bool:
-    return config.execution.executor in ("ray", "ray-graph") or config.parallel.data_parallel_backend == "ray"

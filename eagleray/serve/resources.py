@@ -10,7 +10,7 @@ import msgspec
 
 from eagleray.cluster.actor_options import asked_resources
 from eagleray.cluster.bundles import Resources, count_fitting, format_resources, subtract_held
-from eagleray.cluster.engine_placement import engine_size, round_up_amount
+from eagleray.cluster.engine_placement import engine_size, round_up_amount, takes_bundles
 from eagleray.config.resolve import executor_name
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
@@ -53,8 +53,7 @@ def replica_resources(
     `actor_options`: the user's `ray_actor_options`, whose amounts replace ours."""
     size, num_engines = engine_size(config, offered), config.parallel.data_parallel_size
     given = asked_resources(actor_options)
-    is_in_bundles = config.execution.executor in ("ray", "ray-graph") or config.parallel.data_parallel_backend == "ray"
-    if is_in_bundles:
+    if takes_bundles(config):
         bundles = [dict(size.bundle)] * (size.num_bundles * num_engines)
         return ReplicaResources(
             replica=_needed({"CPU": 1.0} | given), bundles=bundles, strategy=config.ray.ray_placement_strategy
