@@ -1,6 +1,6 @@
 """Ray Serve applications: the HTTP API of `eagleray serve` in replicas, see docs/ray_serve.md.
 
-`build_app` turns options into an application for `ray.serve.run`. Nothing is started before that runs it.
+`build_app` turns options into an application for `ray.serve.run`. Nothing is started before `serve.run` is called.
 """
 
 from __future__ import annotations
@@ -52,16 +52,20 @@ def build_app(
     serve = _import_serve()
     given = _checked_deployment(serve, {} if deployment is None else deployment)
     config = with_executor(serve_config(options | ({} if model is None else {"model": model})))
-    offered = offered_resources()
-    resources = replica_resources(config, offered, actor_options=given.get("ray_actor_options", {}))
+    source = adapter_source(adapters, config)
+    resources = replica_resources(config, offered_resources(), actor_options=given.get("ray_actor_options", {}))
     if ray.is_initialized() and "placement_group_bundles" not in given:
         check_cluster_can_hold(
             lambda nodes: explain_replica_shortage(resources, [node.total for node in nodes if node.is_alive])
         )
     from eagleray.serve.replica import ServeReplica
 
-    made = serve.deployment(ServeReplica, **deployment_options(config, resources, given))
-    app: Application = made.bind(config, adapter_source(adapters, config))
+    made_options = deployment_options(config, resources, given)
+    try:
+        made = serve.deployment(ServeReplica, **made_options)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        raise ConfigError(f"option `deployment`: Ray Serve refuses it: {' '.join(str(error).split())}") from error
+    app: Application = made.bind(config, source)
     return app
 
 
@@ -94,7 +98,7 @@ def _import_serve() -> Any:
 
 
 def _checked_deployment(serve: Any, given: Any) -> dict[str, Any]:
-    """Return the options of the deployment. Raises `ConfigError` for one that Ray Serve does not have."""
+    """Return the options of the deployment. Raises `ConfigError` for one that Ray Serve or a replica does not have."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"option `deployment`: expected a mapping of options of serve.deployment, but got {given!r}")
     known = inspect.signature(serve.deployment).parameters.keys() - {"_func_or_class", "version"}
@@ -103,4 +107,12 @@ def _checked_deployment(serve: Any, given: Any) -> dict[str, Any]:
             meant = suggest(str(name), known, {})
             hint = f"; did you mean `{meant}`?" if meant else f"; it has {', '.join(sorted(known))}"
             raise ConfigError(f"option `deployment`: serve.deployment of Ray {ray.__version__} has no `{name}`{hint}")
-    return dict(given)
+    options = {name: value for name, value in given.items() if value is not None}
+    if not isinstance(actor_options := options.get("ray_actor_options", {}), Mapping):
+        raise ConfigError(f"option `deployment`: `ray_actor_options` must be a mapping, but it is {actor_options!r}")
+    if "user_config" in options:
+        raise ConfigError(
+            "option `deployment`: a running replica takes no `user_config`: give its options to `build_app`, and "
+            "deploy the application again to change them"
+        )
+    return options

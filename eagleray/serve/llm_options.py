@@ -81,6 +81,11 @@ def _check_supported(llm_config: Any) -> None:
     callback = llm_config.callback_config.callback_class
     if getattr(callback, "__name__", callback) != "CallbackBase":
         raise ConfigError("`callback_config` is for Ray's own server: eagleray calls nothing while it loads a model")
+    if llm_config.deployment_config.get("user_config") is not None:
+        raise ConfigError(
+            "`deployment_config` may not have `user_config`, which a running replica does not take: give options in "
+            "`engine_kwargs`, and deploy again to change them"
+        )
     if "KVAware" in str(llm_config.deployment_config.get("request_router_config", "")):
         raise ConfigError(
             "`request_router_config`: eagleray publishes no events of its cache for KVAwareRouter; take Ray's "

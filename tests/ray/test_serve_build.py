@@ -50,9 +50,21 @@ def test_build_app_from_args_deployment_that_is_no_mapping_is_refused(cluster, g
         build_app_from_args({"deployment": given})
 
 
-def test_build_app_unknown_deployment_option_is_refused(cluster):
-    with pytest.raises(ConfigError, match="has no `num_replica`; did you mean `num_replicas`"):
-        build_app(deployment={"num_replica": 2})
+@pytest.mark.parametrize(
+    ("deployment", "said"),
+    [
+        ({"num_replica": 2}, "has no `num_replica`; did you mean `num_replicas`"),
+        ({"user_config": {"max_num_seqs": 8}}, "takes no `user_config`: give its options to `build_app`"),
+        ({"ray_actor_options": 2}, "`ray_actor_options` must be a mapping, but it is 2"),
+        ({"ray_actor_options": {"num_cpus": "two"}}, "`num_cpus` of an actor must be a number"),
+        ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 2}}, "Ray Serve refuses it: .*num_replicas"),
+        ({"max_ongoing_requests": 0}, "Ray Serve refuses it: .*max_ongoing_requests"),
+        ({"autoscaling_config": {"policy": {"policy_function": "missing_module:policy"}}}, "refuses it: .*missing_mod"),
+    ],
+)
+def test_build_app_wrong_deployment_options_are_refused(cluster, deployment, said):
+    with pytest.raises(ConfigError, match=said):
+        build_app(device="cpu", deployment=deployment)
 
 
 def test_build_app_replica_that_the_cluster_cannot_hold_is_refused(cluster):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from eagleray.cluster.actor_options import as_actor_options, asked_resources
+from eagleray.errors import ConfigError
 
 
 def test_as_actor_options_and_back() -> None:
@@ -14,3 +19,16 @@ def test_as_actor_options_and_back() -> None:
 
 def test_asked_resources_keeps_nothing_asked_for() -> None:
     assert asked_resources({"num_cpus": 0, "num_gpus": None, "runtime_env": {}}) == {"CPU": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_cpus": "two"}, "`num_cpus` of an actor must be a number, but it is 'two'"),
+        ({"resources": {"acc": None}}, "`acc` of an actor must be a number, but it is None"),
+        ({"resources": ["acc"]}, "`resources` of an actor must be a mapping"),
+    ],
+)
+def test_asked_resources_that_are_no_numbers_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        asked_resources(options)

@@ -85,6 +85,7 @@ def test_llm_deployment_options_bundles_of_the_placement_group_config():
         ({"experimental_configs": {"other": 1}}, "may not have `other`"),
         ({"callback_config": SimpleNamespace(callback_class="my.Callback")}, "`callback_config` is for Ray's own"),
         ({"deployment_config": {"request_router_config": "KVAwareRouter"}}, "no events of its cache"),
+        ({"deployment_config": {"user_config": {}}}, "may not have `user_config`"),
         ({"deployment_config": {"placement_group_bundles": []}}, "give `placement_group_config`"),
         ({"engine_kwargs": {"kv_transfer_config": {"kv_connector": "x"}}}, "kv_transfer_config"),
     ],
