@@ -73,7 +73,8 @@ class AdapterCache:
         client = self._instance.client
         if client.find_adapter(name) is None:
             await self._find(name)  # raises first, because Serve unloads another adapter before it calls `load`
-        await self._load(name)
+        # shielded: Serve would forget an adapter whose request is cancelled, while the engines still load it
+        await asyncio.shield(asyncio.create_task(self._load(name)))
         if client.find_adapter(name) is None:  # a control route has unloaded it, though Serve keeps it
             await self._load_into_engines(name)
 
