@@ -23,12 +23,14 @@ class StreamedAnswer:
 
     def __init__(self) -> None:
         self.status = 500
+        self.has_status = False
+        """Whether `status` and `headers` are those of the answer."""
         self.headers = Headers()
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._has_begun = asyncio.Event()
 
     async def wait_until_begun(self) -> None:
-        """Wait until `status` and `headers` are those of the answer, or until there will be none."""
+        """Wait until the answer has begun, or until there will be none."""
         await self._has_begun.wait()
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
@@ -43,7 +45,7 @@ class StreamedAnswer:
     async def send(self, message: Message) -> None:
         """Take a message of the application."""
         if message["type"] == "http.response.start":
-            self.status = message["status"]
+            self.status, self.has_status = message["status"], True
             self.headers = Headers(raw=message.get("headers", []))
             self._has_begun.set()
         elif part := message.get("body", b""):
@@ -87,6 +89,8 @@ async def posted(
     calling = asyncio.create_task(run())
     try:
         await answer.wait_until_begun()
+        if not answer.has_status:
+            await calling  # raises the error of an application that has sent nothing
         yield answer
         await calling
     finally:
