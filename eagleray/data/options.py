@@ -28,6 +28,23 @@ REFUSED = {
 }
 """Options of `LLM` that a stage refuses, with the reason."""
 
+OF_THE_STAGE = frozenset(
+    {
+        "fn",
+        "fn_args",
+        "fn_kwargs",
+        "fn_constructor_args",
+        "fn_constructor_kwargs",
+        "batch_size",
+        "batch_format",
+        "zero_copy_batch",
+        "compute",
+        "concurrency",
+        "udf_modifying_row_count",
+    }
+)
+"""Keywords of `map_batches` that `actor_options` may not have."""
+
 
 class StageKeywords(LLMKeywords, total=False):
     """Options of a stage, and those of `LLM`.
@@ -65,6 +82,18 @@ class StageOptions:
             raise ConfigError(f"`errors` must be return or raise, but it is {self.errors!r}")
         if not (isinstance(self.rows_per_block, int) and self.rows_per_block >= 1):
             raise ConfigError(f"`rows_per_block` must be at least 1, but it is {self.rows_per_block!r}")
+        if not isinstance(self.output_prefix, str):
+            raise ConfigError(f"`output_prefix` must be a text, but it is {self.output_prefix!r}")
+        if not isinstance(self.actor_options, Mapping):
+            raise ConfigError(
+                "`actor_options` must be a mapping of keywords of `map_batches` to values, but it is "
+                f"{self.actor_options!r}"
+            )
+        if refused := self.actor_options.keys() & OF_THE_STAGE:
+            raise ConfigError(
+                f"`actor_options` must be options of an actor, such as `num_gpus`, but `{min(refused)}` is set by the "
+                "stage itself: leave it out, and see `num_actors` and `rows_per_block`"
+            )
         numbers = (self.num_actors, self.num_actors) if isinstance(self.num_actors, int) else self.num_actors
         match numbers:
             case (int(least), int(greatest)) if 1 <= least <= greatest:

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import msgspec
 from ray.data import ActorPoolStrategy, Dataset
 
-from eagleray.client.pooling import PoolingParams
+from eagleray.client.pooling import PoolingParams, PoolingTask
 from eagleray.config.resolve import executor_name
 from eagleray.config.sections import Config
 from eagleray.data import reservation
@@ -19,7 +19,7 @@ from eagleray.data.outputs import GENERATION, ROUTED_EXPERTS
 from eagleray.data.stage_actor import StageActor
 from eagleray.data.stages import GenerationStage, PoolingStage, ScoreStage, Stage
 from eagleray.engine_args import EngineArgs
-from eagleray.errors import ConfigError
+from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.generation_calls import OneParams, as_params
 
 DEFAULT_OUTPUTS = ("generated_text", "finish_reason", "num_prompt_tokens", "num_generated_tokens")
@@ -58,6 +58,8 @@ def generate(
     actors. A model that is missing or damaged ends the pipeline when it runs.
     """
     _check_outputs(outputs)
+    if chat_template_kwargs is not None and messages_column is None:
+        raise ConfigError("`chat_template_kwargs` are for conversations: name their column in `messages_column`")
     if ROUTED_EXPERTS in outputs:
         options["enable_return_routed_experts"] = True
     params = None if sampling_params is None else one_completion(as_params(sampling_params))
@@ -83,8 +85,7 @@ def embed(
     **options: Unpack[StageKeywords],
 ) -> Dataset:
     """Return the dataset with the column `embedding`, the vector of each prompt. Otherwise as `generate`."""
-    params = pooling_params or PoolingParams()
-    return _add_stage(ds, model, PoolingStage(task="embed", prompt_column=prompt_column, params=params), options)
+    return _add_pooling(ds, model, "embed", prompt_column, pooling_params, options)
 
 
 def classify(
@@ -96,8 +97,7 @@ def classify(
     **options: Unpack[StageKeywords],
 ) -> Dataset:
     """Return the dataset with the column `probs`, the probabilities of the classes. Otherwise as `generate`."""
-    params = pooling_params or PoolingParams()
-    return _add_stage(ds, model, PoolingStage(task="classify", prompt_column=prompt_column, params=params), options)
+    return _add_pooling(ds, model, "classify", prompt_column, pooling_params, options)
 
 
 def score(
@@ -110,6 +110,22 @@ def score(
 ) -> Dataset:
     """Return the dataset with the column `score`, that of a pair of texts, see `LLM.score`. Otherwise as `generate`."""
     return _add_stage(ds, model, ScoreStage(query_column=query_column, document_column=document_column), options)
+
+
+def _add_pooling(
+    ds: Dataset,
+    model: str | None,
+    task: PoolingTask,
+    prompt_column: str,
+    params: PoolingParams | None,
+    options: StageKeywords,
+) -> Dataset:
+    if not isinstance(params, PoolingParams | None):
+        raise InvalidRequest(
+            f"`pooling_params` must be a `PoolingParams`, but got {type(params).__name__}", param="pooling_params"
+        )
+    stage = PoolingStage(task=task, prompt_column=prompt_column, params=params or PoolingParams())
+    return _add_stage(ds, model, stage, options)
 
 
 def _add_stage(ds: Dataset, model: str | None, stage: Stage, options: StageKeywords) -> Dataset:

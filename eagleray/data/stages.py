@@ -1,4 +1,4 @@
-"""Stages as values: which columns a stage reads and adds, and what it computes for a row.
+"""Stages as values: the columns that a stage reads and adds, and the computation of a row.
 
 A stage is made in the driver and sent to the stage's actors, where `open` connects it to their engines.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from eagleray.client.pooling import PoolingParams, check_pooling, check_scorer
+from eagleray.client.pooling import PoolingParams, PoolingTask, check_pooling, check_scorer
 from eagleray.config.lora_modules import lora_modules
 from eagleray.config.pooling_spec import GENERATES_ONLY, POOLS_ONLY
 from eagleray.data.columns import Row, adapter_of, messages_of, params_of, prompt_of, text_of
@@ -105,7 +105,7 @@ class GenerationStage:
 class PoolingStage:
     """Embeds or classifies prompts."""
 
-    task: Literal["embed", "classify"]
+    task: PoolingTask
     prompt_column: str
     params: PoolingParams
 

@@ -85,6 +85,7 @@ def test_generate_actors_that_no_node_can_hold_are_refused(cluster: str) -> None
         ({"max_tokens": 3}, ConfigError, "max_tokens"),
         ({"outputs": ["text"]}, ConfigError, "`outputs` has no column 'text': take some of generated_text, "),
         ({"outputs": "generated_text"}, ConfigError, "`outputs` must be a list"),
+        ({"chat_template_kwargs": {"tail": "!"}}, ConfigError, "`chat_template_kwargs` are for conversations"),
         ({"sampling_params": {"max_token": 3}}, InvalidRequest, "no field 'max_token'"),
         ({"sampling_params": {"n": 2}}, InvalidRequest, "a row has one completion"),
     ],
@@ -94,3 +95,10 @@ def test_generate_wrong_arguments_are_named_at_once(
 ) -> None:
     with pytest.raises(error, match=said):
         generate(dataset(1), **options)
+
+
+def test_embed_pooling_params_of_another_type_are_named_at_once(cluster: str) -> None:
+    import eagleray.data
+
+    with pytest.raises(InvalidRequest, match="`pooling_params` must be a `PoolingParams`, but got dict"):
+        eagleray.data.embed(dataset(1), pooling_params={"dimensions": 3})  # type: ignore[arg-type]

@@ -38,6 +38,9 @@ def test_split_options_option_of_one_instance_is_refused() -> None:
         {"num_actors": (2, 1)},
         {"num_actors": (1, 2, 3)},
         {"num_actors": "all"},
+        {"output_prefix": 3},
+        {"actor_options": ["num_gpus"]},
+        {"actor_options": {"num_gpus": 1, "concurrency": 4}},
     ],
 )
 def test_stage_options_wrong_value_is_named(wrong: dict[str, Any]) -> None:
