@@ -72,11 +72,17 @@ def explain_actor_shortage(nodes: Sequence[Node], resources: Resources, num_acto
         f"node {node.label} has {format_resources({name: node.total.get(name, 0.0) for name in names})}"
         for node in alive
     )
-    actors = "an actor" if num_actors == 1 else f"{num_actors} actors"
-    advice = f"set `num_actors` to {room}" if room else "set `actor_options`, such as `num_cpus`, to less, or add nodes"
+    taken = format_resources(resources or {"CPU": 0.0})
+    actors = f"an actor with {taken}" if num_actors == 1 else f"{num_actors} actors with {taken} each"
+    if room >= num_actors:
+        advice = "add nodes"
+    elif room:
+        advice = f"set `num_actors` to {room}"
+    else:
+        advice = "set `actor_options`, such as `num_cpus`, to less, or add nodes"
     return (
-        f"the stage needs {actors} with {format_resources(resources)} each, and Ray Data {{CPU: {own_cpus:g}}} for its "
-        f"own tasks, but the cluster has less: {has}; {advice}"
+        f"the stage needs {actors}, and Ray Data {{CPU: {own_cpus:g}}} for its own tasks, but the cluster has less: "
+        f"{has}; {advice}"
     )
 
 

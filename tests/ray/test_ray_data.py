@@ -73,7 +73,7 @@ def test_generate_rows_come_once_though_engine_and_actor_are_killed(cluster: str
 
 
 def test_generate_actors_that_no_node_can_hold_are_refused(cluster: str) -> None:
-    with pytest.raises(ClusterError, match=r"needs an actor with \{CPU: 1, unobtainium: 1\} each, and"):
+    with pytest.raises(ClusterError, match=r"needs an actor with \{CPU: 1, unobtainium: 1\}, and"):
         generate(dataset(1), actor_options={"resources": {"unobtainium": 1}})
     with pytest.raises(ClusterError, match=r"needs 30 actors with \{CPU: 1\} each, .*; set `num_actors` to 7"):
         generate(dataset(1), num_actors=30)

@@ -88,6 +88,13 @@ def test_explain_actor_shortage_says_what_would_fit(
     assert said is None if advice is None else said is not None and advice in said
 
 
+def test_explain_actor_shortage_of_ray_data_itself_is_no_matter_of_the_actors() -> None:
+    said = explain_actor_shortage([node(CPU=1)], {}, 1, 2.0)
+    assert said is not None
+    assert said.startswith("the stage needs an actor with {CPU: 0}, and Ray Data {CPU: 2} for its own tasks, but")
+    assert said.endswith("has {CPU: 1}; add nodes")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
