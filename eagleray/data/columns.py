@@ -22,7 +22,7 @@ def prompt_of(row: Row, column: str) -> str | list[int]:
         return value
     if isinstance(value, np.ndarray):  # a tensor column
         value = value.tolist()
-    if isinstance(value, list) and all(isinstance(token, int) for token in value):
+    if isinstance(value, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in value):
         return value
     raise InvalidRequest(
         f"column {column!r} has {_kind(value)} where a prompt is expected: convert it to a text or a list of token ids "

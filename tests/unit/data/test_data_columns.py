@@ -17,7 +17,7 @@ def test_prompt_of_text_or_token_ids_are_returned(value: Any) -> None:
     assert prompt_of({"q": value}, "q") == expected
 
 
-@pytest.mark.parametrize("value", [None, 3, 0.5, b"bytes", ["a"], [1.5], {"role": "user"}, np.array([0.5])])
+@pytest.mark.parametrize("value", [None, 3, 0.5, b"bytes", ["a"], [1.5], [True], {"role": "user"}, np.array([0.5])])
 def test_prompt_of_another_type_names_the_column(value: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"column 'q' has .* where a prompt is expected: convert it"):
         prompt_of({"q": value}, "q")
