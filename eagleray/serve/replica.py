@@ -56,14 +56,14 @@ class ServedInstance:
         `has_ray_metrics`: whether metrics of Ray have the instance's values. Raises `UserError` or `EngineFailed`, and
         leaves nothing behind then.
         """
-        undo_omp_threads()
-        undo_low_priority()
-        set_up_log("replica", config)
         context = current_ray_context()
         if context is None:
             raise ClusterError(
                 "a replica of eagleray needs a Ray cluster: deploy it by `ray.serve.run`, without local testing mode"
             )
+        undo_omp_threads()
+        undo_low_priority()
+        set_up_log("replica", config)
         model = await asyncio.to_thread(checked_model, config.model)
         execution = msgspec.structs.replace(config.execution, instance_name=_instance_name())
         config = msgspec.structs.replace(config, model=model, execution=execution)
