@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -38,13 +39,21 @@ def environment() -> Iterator[dict[str, str]]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def start(environment: dict[str, str], log: Path, *words: str) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def started(environment: dict[str, str], log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program, and kill it at the end."""
     with log.open("wb") as file:
-        return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, stdout=file, stderr=file)
+        program = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, stdout=file, stderr=file)
+    try:
+        yield program
+    finally:
+        program.kill()
+        program.wait()
 
 
 def run(environment: dict[str, str], log: Path, *words: str) -> str:
-    assert start(environment, log, *words).wait(SECONDS) == 0, log.read_text()
+    with started(environment, log, *words) as program:
+        assert program.wait(SECONDS) == 0, log.read_text()
     return log.read_text()
 
 
@@ -69,13 +78,11 @@ def test_example_generate_that_was_killed_computes_only_the_missing_rows(
     words = ["examples/ray_data/generate.py", "--model", checkpoint]
     words += ["--prompts", str(prompts), "--answers", str(rows.parent)]
 
-    program = start(environment, tmp_path / "log", *words)
-    deadline = time.monotonic() + SECONDS
-    while not list((rows.parent / "checkpoint").glob("*[0-9].parquet")):  # those of pending files end in .pending
-        assert program.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
-        time.sleep(0.01)
-    program.kill()
-    program.wait()
+    with started(environment, tmp_path / "log", *words) as program:
+        deadline = time.monotonic() + SECONDS
+        while not list((rows.parent / "checkpoint").glob("*[0-9].parquet")):  # those of pending files end in .pending
+            assert program.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.01)
     committed = {path.stem for path in (rows.parent / "checkpoint").glob("*[0-9].parquet")}
     before = {path: path.stat() for path in rows.glob("*.parquet") if path.stem.rpartition("-")[0] in committed}
     assert before

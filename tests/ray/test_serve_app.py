@@ -13,7 +13,7 @@ import pytest
 import ray
 import ray_cluster
 from checkpoints import make_checkpoint
-from fleets import SECONDS, stream_tokens, tokens, wait_until_running, wait_until_whole
+from fleets import SECONDS, metrics, stream_tokens, tokens, wait_until_running, wait_until_whole
 from peft_adapters import adapted_logits, make_adapter
 from processes import children_of
 from ray.util.placement_group import placement_group_table
@@ -200,6 +200,18 @@ def test_replica_that_is_deleted_lets_running_streams_finish(cluster, checkpoint
         assert got == expected
         deleting.join(SECONDS)
         wait_until_gone(there, SECONDS)
+
+
+@pytest.mark.slow
+def test_replica_client_that_disconnects_has_its_request_aborted(cluster, checkpoint):
+    with deployed(checkpoint, **OPTIONS) as http:
+        events = stream_tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+        next(events)
+        wait_until_running(http)
+        events.close()
+        wait_until_whole(http, 1)
+        (aborted,) = [count for name, count in metrics(http).items() if 'finished_reason="abort"' in name]
+        assert aborted == 1
 
 
 @pytest.mark.slow

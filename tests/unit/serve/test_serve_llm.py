@@ -143,7 +143,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delitem(sys.modules, "eagleray.serve.llm", raising=False)
     llm = importlib.import_module("eagleray.serve.llm")
-    monkeypatch.delitem(sys.modules, "eagleray.serve.llm")
+    del sys.modules["eagleray.serve.llm"]  # it has the stand-ins
     monkeypatch.setattr(llm, "_model", lambda kind: lambda **fields: (kind, fields))
 
     class UndeployedServer(llm.EagleRayServer):  # type: ignore[misc, name-defined]
