@@ -41,7 +41,6 @@ class Measured:
     """Times of one server, in ms."""
 
     name: str
-    url: str
     connection: http.client.HTTPConnection
     first_token: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
@@ -102,7 +101,7 @@ def connected(name: str, url: str) -> Measured:
     connection = http.client.HTTPConnection(host, int(port), timeout=READY_SECONDS)
     connection.connect()
     connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Measured(name, url, connection)
+    return Measured(name, connection)
 
 
 @contextlib.contextmanager

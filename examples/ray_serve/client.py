@@ -10,6 +10,7 @@ engine is killed, and compares the two.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -65,11 +66,12 @@ def engines() -> list[int]:
     """Return the engines of this program's cluster, whose processes descend from this one."""
     found, processes = [], [os.getpid()]
     for parent in processes:
-        for path in Path(f"/proc/{parent}/task").glob("*/children"):
-            processes += [int(child) for child in path.read_text().split()]
-        words = Path(f"/proc/{parent}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        if words[-1].startswith(b"engine-"):  # the last word of its command is its name
-            found.append(parent)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of processes that have just exited
+            for path in Path(f"/proc/{parent}/task").glob("*/children"):
+                processes += [int(child) for child in path.read_text().split()]
+            words = Path(f"/proc/{parent}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+            if words[-1].startswith(b"engine-"):  # the last word of its command is its name
+                found.append(parent)
     return found
 
 
