@@ -1,4 +1,4 @@
-"""The application of a replica: our routes, inside what is different behind Serve's proxy."""
+"""ASGI middleware for an application behind Serve's proxy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BehindProxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_without_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [entry for entry in message["headers"] if entry[0].lower() != REQUEST_ID]
+                message["headers"] = [entry for entry in message.get("headers", ()) if entry[0].lower() != REQUEST_ID]
             await send(message)
 
         await self._app(scope, receive, send_without_id)
