@@ -23,7 +23,7 @@ FindAdapter = Callable[[str], Awaitable[str]]
 
 
 class AdapterSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Places of the adapters that may be asked for."""
+    """Places of the adapters that requests may name."""
 
     directory: str | None = None
     """Directory with an adapter in each subdirectory; the name of the subdirectory is that of the adapter."""
@@ -43,10 +43,10 @@ class AdapterSource(msgspec.Struct, frozen=True, kw_only=True):
             return path
         if self.directory is not None and FILE_NAME.fullmatch(name):
             return str(Path(self.directory) / name)
-        known = f"subdirectories of {self.directory}" if self.directory else ", ".join(self.paths)
+        known = f"the subdirectories of {self.directory}" if self.directory else ", ".join(self.paths)
         raise UnknownModel(
             f"there is no adapter {name!r}, which the header `serve_multiplexed_model_id` names: name one of "
-            f"{known or 'those that are loaded (the application was built without `adapters`)'}"
+            f"{known or 'the loaded adapters (the application was built without `adapters`)'}"
         )
 
 

@@ -15,7 +15,7 @@ QUEUED_SHARE = 4
 """One request for this many running sequences may wait in the engines. The others wait in Serve, for any replica."""
 
 MIN_QUEUED = 16
-"""Requests beyond the running sequences that a replica takes at least, among them those for its state and metrics."""
+"""Least number of requests that a replica takes beyond the running sequences, for its state and metrics too."""
 
 TARGET_SHARE = 0.75
 """Part of the sequences that its engines may run at which a replica is loaded as the autoscaler wants it."""

@@ -1,9 +1,8 @@
 """Server class for `ray.serve.llm`: `LLMConfig(server_cls="eagleray.serve.llm:EagleRayServer", ...)`.
 
 Its methods, those of `ray.llm._internal.serve.core.protocol.LLMServerProtocol`, become calls of our HTTP application
-and of the instance. So there is one request path and one set of errors: a field that we do not have is answered by our
-own error. Importing this module fails, with a sentence that says what to install, where `ray.serve.llm` cannot be
-imported.
+and of the instance. So there is one request path and one set of errors, also for fields that are not supported.
+Importing this module fails, with a sentence that says what to install, where `ray.serve.llm` cannot be imported.
 """
 
 from __future__ import annotations

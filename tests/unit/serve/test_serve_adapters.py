@@ -23,7 +23,7 @@ def test_adapter_source_directory_has_an_adapter_in_each_subdirectory(tmp_path):
 
 @pytest.mark.parametrize("name", ["../sql", "/etc", "..", "", "a/b", ".hidden"])
 def test_adapter_source_name_that_leaves_the_directory_is_unknown(tmp_path, name):
-    with pytest.raises(UnknownModel, match=f"name one of subdirectories of {tmp_path}"):
+    with pytest.raises(UnknownModel, match=f"name one of the subdirectories of {tmp_path}"):
         AdapterSource(directory=str(tmp_path)).path_of(name)
 
 
