@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from eagleray.config.environment import limit_openmp_spinning
+from eagleray.config.environment import build_settings, limit_openmp_spinning
 
 # Tests run side by side on the same cores: threads that spin while they wait for each other made a file of model tests
 # take four times the processor time. No test module has imported torch yet.
@@ -33,8 +34,23 @@ def pytest_configure(config):
         is_option = name.startswith(("EAGLERAY_", "VLLM_")) and name not in KERNEL_VARIABLES
         if is_option or name.upper() in PROXY_VARIABLES:
             del os.environ[name]
+    if not can_keep_kernels():
+        os.environ["EAGLERAY_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), f"eagleray-cache-{os.getuid()}")
     if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def can_keep_kernels() -> bool:
+    """Whether the user has a directory for compiled kernels. They are kept below TMPDIR otherwise, which some tests
+    replace: each would compile them again, and leave them there."""
+    directory = build_settings().cache_directory
+    if directory is None:
+        return False
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK)
 
 
 @pytest.hookimpl(wrapper=True)
