@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
 from eagleray.cluster.actor_process import undo_low_priority, undo_omp_threads
@@ -56,19 +57,15 @@ class ServedInstance:
         `has_ray_metrics`: whether metrics of Ray have the instance's values. Raises `UserError` or `EngineFailed`, and
         leaves nothing behind then.
         """
-        context = current_ray_context()
-        if context is None:
-            raise ClusterError(
-                "a replica of eagleray needs a Ray cluster: deploy it by `ray.serve.run`, without local testing mode"
-            )
+        name = _instance_name()
         undo_omp_threads()
         undo_low_priority()
         set_up_log("replica", config)
         model = await asyncio.to_thread(checked_model, config.model)
-        execution = msgspec.structs.replace(config.execution, instance_name=_instance_name())
+        execution = msgspec.structs.replace(config.execution, instance_name=name)
         config = msgspec.structs.replace(config, model=model, execution=execution)
         async with AsyncExitStack() as stack:
-            instance = await LocalInstance.start(config, context)
+            instance = await LocalInstance.start(config, current_ray_context())
             stack.push_async_callback(instance.stop)
             directory = instance.supervisor.runtime_dir / "metrics"
             ledger = stack.enter_context(contextlib.closing(Ledger.open(directory, 0)))
@@ -138,7 +135,15 @@ class ServeReplica:
 
 
 def _instance_name() -> str:
-    """Return the name of this replica's instance, by which its actors in the cluster are named."""
-    replica: Any = serve.get_replica_context().replica_id
+    """Return the name of this replica's instance, by which its actors in the cluster are named.
+
+    Raises `ClusterError` outside of a replica.
+    """
+    try:
+        replica: Any = serve.get_replica_context().replica_id
+    except RayServeException:
+        raise ClusterError(
+            "a replica of eagleray needs a Ray cluster: deploy it by `ray.serve.run`, without local testing mode"
+        ) from None
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{replica.deployment_id.name}-{replica.unique_id}")
     return name[-MAX_NAME_CHARS:]

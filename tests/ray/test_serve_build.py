@@ -84,6 +84,13 @@ def test_build_app_old_ray_says_which_is_needed(cluster, monkeypatch):
         build_app()
 
 
+def test_build_app_local_testing_mode_says_how_to_deploy(cluster):
+    from ray import serve
+
+    with pytest.raises(ClusterError, match=r"deploy it by `ray\.serve\.run`, without local testing mode"):
+        serve.run(build_app(device="cpu"), _local_testing_mode=True)
+
+
 def test_build_app_cluster_that_cannot_be_reached_is_an_error(cluster, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
