@@ -17,7 +17,7 @@
     │   ├── EnginesMissing            a weight update needs engines that are missing
     │   └── TransferBroken            the connection to the trainer of a weight update broke
     ├── RequestFailed                 this request alone failed while it ran
-    ├── EngineFailed                  an engine exited; `cause` says why
+    ├── EngineFailed                  an engine exited; the message says why
     ├── WorkerFailed                  a worker raised; identity, type, message and traceback of the original
     ├── WorkerLost                    a worker exited or sent no heartbeats; says which, and how it exited
     ├── ClusterLost                   a Ray cluster that was joined, or a part of it, is lost
