@@ -14,7 +14,7 @@ REQUIRED = ("aiohttp", "matplotlib")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmarks' arguments. Raises `UserError` if a library of the extra is not installed."""
     if missing := missing_libraries():
-        raise UserError(f'`eagleray bench` needs {" and ".join(missing)}: pip install "eagleray[bench]"')
+        raise UserError(f"`eagleray bench` needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     from eagleray_bench import commands
 
     commands.add_arguments(parser)

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the script. Raises `UserError` if the library that writes it is not installed."""
     if importlib.util.find_spec("shtab") is None:
-        raise UserError('`eagleray completion` needs shtab: pip install "eagleray[completion]"')
+        raise UserError("`eagleray completion` needs shtab: pip install shtab")
     print(make_script(arguments.shell))
 
 

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     server does not answer at first. Later it is asked again.
     """
     if importlib.util.find_spec("rich") is None:
-        raise UserError('`eagleray top` needs rich: pip install "eagleray[top]"')
+        raise UserError("`eagleray top` needs rich: pip install rich")
     stream = StateStream(arguments)
     if not (sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb")):
         _print_snapshot(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -18,6 +19,7 @@ from eagleray.config.resolve import (
     check_fleet,
     check_instance_name,
     check_names,
+    option_that_needs_ray,
 )
 from eagleray.config.sections import Config
 from eagleray.config.serving import JSON_LISTS, REPEATED
@@ -65,6 +67,7 @@ def build_config(**options: Any) -> Config:
     check_experts(config)
     check_lora(config)
     check_traces(config.observability)
+    _check_ray_is_installed(config)
     return msgspec.structs.replace(config, observability=with_log_config(config.observability))
 
 
@@ -123,6 +126,12 @@ def _shape(name: str, value: Any) -> Any:
     if get_origin(kind) is Literal and value not in get_args(kind):
         raise ConfigError(f"option `{name}`: must be one of {', '.join(get_args(kind))}, but it is {value!r}")
     return [value] if get_origin(kind) is list else value
+
+
+def _check_ray_is_installed(config: Config) -> None:
+    option = option_that_needs_ray(config)
+    if option is not None and importlib.util.find_spec("ray") is None:
+        raise ConfigError(f'option `{option}` needs Ray: pip install "ray>=2.55", on every node of the cluster')
 
 
 def _check_sendable(config: Config) -> None:

@@ -73,6 +73,15 @@ def executor_name(config: Config, *, in_placement_group: bool) -> ExecutorName:
     return "in-process" if config.parallel.world_size == 1 else "processes"
 
 
+def option_that_needs_ray(config: Config) -> str | None:
+    """Return the name of an option by which engines or workers are Ray actors; None without one."""
+    if config.parallel.data_parallel_backend == "ray":
+        return "data_parallel_backend"
+    if config.execution.executor in ("ray", "ray-graph"):
+        return "executor"
+    return next(iter(_ray_options(config.ray)), None)
+
+
 def is_asynchronous(config: Config, executor: ExecutorName, device: str) -> bool:
     """Whether the next step is planned and sent while the current one runs. `device`: `cpu` or `cuda`."""
     if executor == "in-process" and device == "cpu":

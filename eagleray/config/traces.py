@@ -35,7 +35,10 @@ def check_traces(options: ObservabilityConfig) -> None:
             f"option `otlp_traces_endpoint`: expected a URL such as http://localhost:4318/v1/traces, not {endpoint!r}"
         )
     if not (_is_installed("opentelemetry.sdk") and _is_installed(TRACES_PACKAGES[protocol])):
-        raise ConfigError('option `otlp_traces_endpoint` needs OpenTelemetry: pip install "eagleray[otel]"')
+        raise ConfigError(
+            "option `otlp_traces_endpoint` needs OpenTelemetry: pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp"
+        )
 
 
 def _is_installed(package: str) -> bool:

@@ -1,6 +1,6 @@
 """Stages for Ray Data: a model generates, embeds, classifies or scores the rows of a dataset.
 
-Needs Ray Data: `pip install "eagleray[data]"`. See docs/ray_data.md.
+Needs Ray Data: `pip install "ray[data]>=2.60"`. See docs/ray_data.md.
 """
 
 from eagleray.cluster.ray_libraries import explain_missing_library

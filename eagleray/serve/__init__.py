@@ -1,35 +1,40 @@
-"""Ray Serve applications: the HTTP API of `eagleray serve` in replicas, see docs/ray_serve.md.
+"""Ray Serve applications: the HTTP API of `eagleray serve` in replicas.
 
 `build_app` turns options into an application for `ray.serve.run`. Nothing is started before `serve.run` is called.
+Needs Ray Serve: `pip install "ray[serve]>=2.56"`. See docs/ray_serve.md.
 """
+
+# ruff: noqa: E402  (Ray Serve is checked before the imports that need it)
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from eagleray.cluster.ray_libraries import explain_missing_library
+
+MIN_RAY = (2, 56)
+"""First version of Ray whose `serve.ingress` takes an application that the replica builds."""
+
+if missing := explain_missing_library("ray.serve", "eagleray.serve", min_ray=MIN_RAY, extra="serve"):
+    raise ImportError(missing)
 
 import ray
+from ray import serve
 
 from eagleray.cluster.nodes import check_cluster_can_hold
 from eagleray.cluster.offered import offered_resources
-from eagleray.cluster.ray_libraries import explain_missing_library
 from eagleray.config.suggestions import suggest
 from eagleray.errors import ConfigError
 from eagleray.serve.adapter_source import adapter_source
 from eagleray.serve.defaults import deployment_options
 from eagleray.serve.options import serve_config
+from eagleray.serve.replica import ServeReplica
 from eagleray.serve.resources import explain_replica_shortage, replica_resources, with_executor
 
-if TYPE_CHECKING:
-    from ray.serve import Application
-
 __all__ = ["build_app", "build_app_from_args"]
-
-MIN_RAY = (2, 56)
-"""First version of Ray whose `serve.ingress` takes an application that the replica builds."""
 
 
 def build_app(
@@ -38,7 +43,7 @@ def build_app(
     deployment: Mapping[str, Any] | None = None,
     adapters: str | Mapping[str, str] | None = None,
     **options: Any,
-) -> Application:
+) -> serve.Application:
     """Return an application for `ray.serve.run`, each replica of which is an instance of eagleray with its engines.
 
     `model` and `options` are those of `eagleray serve`, except the ones for its own sockets and processes.
@@ -46,11 +51,10 @@ def build_app(
     adapters that replicas load when a request names them in the header `serve_multiplexed_model_id`: a directory that
     has them as subdirectories, or their directories by name.
 
-    Raises `ConfigError` for an option that cannot be used or if Ray Serve is missing, and `ClusterError` if the cluster
-    cannot be joined or can never hold a replica.
+    Raises `ConfigError` for an option that cannot be used, and `ClusterError` if the cluster cannot be joined or can
+    never hold a replica.
     """
-    serve = _import_serve()
-    given = _checked_deployment(serve, {} if deployment is None else deployment)
+    given = _checked_deployment({} if deployment is None else deployment)
     config = with_executor(serve_config(options | ({} if model is None else {"model": model})))
     source = adapter_source(adapters, config)
     resources = replica_resources(config, offered_resources(), actor_options=given.get("ray_actor_options", {}))
@@ -58,18 +62,16 @@ def build_app(
         check_cluster_can_hold(
             lambda nodes: explain_replica_shortage(resources, [node.total for node in nodes if node.is_alive])
         )
-    from eagleray.serve.replica import ServeReplica
-
     made_options = deployment_options(config, resources, given)
     try:
-        made = serve.deployment(ServeReplica, **made_options)
+        made: Any = serve.deployment(ServeReplica, **made_options)
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"option `deployment`: Ray Serve refuses it: {' '.join(str(error).split())}") from error
-    app: Application = made.bind(config, source)
+    app: serve.Application = made.bind(config, source)
     return app
 
 
-def build_app_from_args(args: dict[str, Any]) -> Application:
+def build_app_from_args(args: dict[str, Any]) -> serve.Application:
     """Return the application that `args`, the keyword arguments of `build_app` as a mapping, describe.
 
     This is the builder for `serve run`, for the `import_path` of config files, and for KubeRay. `deployment` and
@@ -90,14 +92,7 @@ def _json_object(name: str, text: str) -> Any:
         raise ConfigError(f"option `{name}`: expected a JSON object, but got {text!r}: {error}") from None
 
 
-def _import_serve() -> Any:
-    """Return the module `ray.serve`. Raises `ConfigError` if it is not installed, or Ray is too old."""
-    if missing := explain_missing_library("ray.serve", "eagleray.serve", min_ray=MIN_RAY, extra="serve"):
-        raise ConfigError(missing)
-    return importlib.import_module("ray.serve")
-
-
-def _checked_deployment(serve: Any, given: Any) -> dict[str, Any]:
+def _checked_deployment(given: Any) -> dict[str, Any]:
     """Return the options of the deployment. Raises `ConfigError` for one that Ray Serve or a replica does not have."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"option `deployment`: expected a mapping of options of serve.deployment, but got {given!r}")

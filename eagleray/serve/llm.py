@@ -21,7 +21,7 @@ except ImportError as error:
     raise ImportError(
         f"eagleray.serve.llm needs ray.serve.llm, which cannot be imported here ({error}): Ray demands vLLM or SGLang "
         "for it, so pip install 'ray[llm]'; or use eagleray.serve.build_app, which needs neither"
-    ) from error
+    ) from None
 
 from eagleray.cluster.offered import offered_resources
 from eagleray.errors import InvalidRequest, UnknownModel

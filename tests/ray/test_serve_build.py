@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -72,18 +71,6 @@ def test_build_app_replica_that_the_cluster_cannot_hold_is_refused(cluster):
         build_app(device="cpu", tensor_parallel_size=16)
 
 
-def test_build_app_without_ray_serve_says_what_to_install(cluster, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray.serve", None)
-    with pytest.raises(ConfigError, match=r'needs ray\.serve, .*: pip install "eagleray\[serve\]"'):
-        build_app()
-
-
-def test_build_app_old_ray_says_which_is_needed(cluster, monkeypatch):
-    monkeypatch.setattr(ray, "__version__", "2.55.1")
-    with pytest.raises(ConfigError, match=r"needs Ray 2\.56 or newer, but Ray 2\.55\.1 is installed"):
-        build_app()
-
-
 def test_build_app_local_testing_mode_says_how_to_deploy(cluster):
     from ray import serve
 
@@ -94,7 +81,7 @@ def test_build_app_local_testing_mode_says_how_to_deploy(cluster):
 def test_build_app_cluster_that_cannot_be_reached_is_an_error(cluster, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(ClusterError, match=r":1: cannot be reached .*is it running there"):
+    with pytest.raises(ClusterError, match=r"^variable RAY_ADDRESS: .* 127\.0\.0\.1:1: cannot be reached "):
         build_app()
 
 

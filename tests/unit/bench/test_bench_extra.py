@@ -17,7 +17,7 @@ def test_bench_without_a_library_of_the_extra_is_a_user_error(monkeypatch, capsy
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == name else find_spec(wanted))
     assert main(["bench", "serve"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f'eagleray: error: `eagleray bench` needs {name}: pip install "eagleray[bench]"'
+    assert line == f"eagleray: error: `eagleray bench` needs {name}: pip install {name}"
 
 
 def test_help_of_all_commands_imports_neither_benchmarks_nor_their_libraries():

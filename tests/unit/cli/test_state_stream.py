@@ -174,7 +174,7 @@ def test_top_on_a_terminal_of_another_encoding_prints_question_marks(monkeypatch
 
 def test_top_without_rich_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r'pip install "eagleray\[top\]"'):
+    with pytest.raises(UserError, match="pip install rich"):
         run(argparse.Namespace(url="http://localhost", api_key=None))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import pytest
@@ -19,7 +20,7 @@ def test_explain_missing_library_older_ray_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray, "__version__", version)
     assert explain() == (
         f"eagleray.data needs Ray 2.60 or newer, but Ray {version} is installed: pip install "
-        '"eagleray[data]", on every node of the cluster'
+        '"ray[data]>=2.60", on every node of the cluster'
     )
 
 
@@ -35,4 +36,17 @@ def test_explain_missing_library_says_what_to_install(monkeypatch: pytest.Monkey
     said = explain()
     assert said is not None
     assert said.startswith("eagleray.data needs ray.util, which cannot be imported here (")
-    assert said.endswith('): pip install "eagleray[data]", on every node of the cluster')
+    assert said.endswith('): pip install "ray[data]>=2.60", on every node of the cluster')
+
+
+@pytest.mark.parametrize("library", ["data", "serve"])
+@pytest.mark.parametrize("missing", ["ray", "ray.{}"])
+def test_import_of_a_package_without_its_library_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, library: str, missing: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing.format(library), None)
+    monkeypatch.delitem(sys.modules, f"eagleray.{library}", raising=False)
+    said = rf'^eagleray\.{library} needs ray\.{library}, .*pip install "ray\[{library}\]>=2\.\d+"'
+    with pytest.raises(ImportError, match=said) as raised:
+        importlib.import_module(f"eagleray.{library}")
+    assert raised.value.__context__ is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 
 import pytest
 
@@ -157,3 +158,14 @@ def test_instance_name_that_cannot_name_an_actor_is_refused(name):
 
 def test_instance_name_with_every_kind_of_character_is_taken():
     assert build_config(instance_name="A-b_c.9" + "x" * 57).execution.instance_name is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("executor", "ray"), ("executor", "ray-graph"), ("data_parallel_backend", "ray"), ("ray_address", "auto")],
+)
+def test_build_config_ray_that_is_not_installed_is_refused(monkeypatch, name, value):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=rf'^option `{name}` needs Ray: pip install "ray>=2\.55"'):
+        build_config(**{name: value})
+    build_config(executor="processes")

@@ -25,7 +25,7 @@ def test_build_config_traces_that_cannot_be_sent_are_refused(monkeypatch, protoc
 
 
 @pytest.mark.parametrize("missing", ["opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"])
-def test_build_config_traces_without_package_names_the_extra(monkeypatch, missing):
+def test_build_config_traces_without_package_says_what_to_install(monkeypatch, missing):
     def find(package):
         if package.startswith("opentelemetry.exporter") and missing.startswith("opentelemetry.exporter"):
             raise ModuleNotFoundError("No module named 'opentelemetry.exporter'")
@@ -33,6 +33,6 @@ def test_build_config_traces_without_package_names_the_extra(monkeypatch, missin
 
     monkeypatch.delenv(TRACES_PROTOCOL, raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", find)
-    with pytest.raises(ConfigError, match=r'needs OpenTelemetry: pip install "eagleray\[otel\]"'):
+    with pytest.raises(ConfigError, match="needs OpenTelemetry: pip install opentelemetry-sdk opentelemetry-exp"):
         build_config(otlp_traces_endpoint="http://localhost:4317")
     assert build_config(otlp_traces_endpoint="").observability.otlp_traces_endpoint == ""

@@ -108,13 +108,13 @@ def test_prepare_model_url_of_nothing_is_an_error(memory):
 @pytest.mark.parametrize("url", ["s3://bucket/model", "nosuch://bucket/model"])
 def test_prepare_model_url_without_its_package_says_what_to_install(url, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(CheckpointError, match=r"pip install 'eagleray\[fsspec\]'"):
+    with pytest.raises(CheckpointError, match="pip install fsspec s3fs gcsfs"):
         prepare_model(ModelConfig(model=url))
 
 
 def test_prepare_model_url_without_fsspec_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(CheckpointError, match=r"pip install 'eagleray\[fsspec\]'"):
+    with pytest.raises(CheckpointError, match="pip install fsspec s3fs gcsfs"):
         prepare_model(ModelConfig(model="memory://bucket/model"))
 
 
