@@ -25,7 +25,7 @@ from ray.exceptions import AuthenticationError
 
 from eagleray.cluster.environment import is_withheld
 from eagleray.cluster.instances import check_name_is_free
-from eagleray.cluster.local_cluster import LocalCluster, OnLost
+from eagleray.cluster.local_cluster import LocalCluster, OnLost, list_running_clusters
 from eagleray.cluster.timeouts import PREFLIGHT_SECONDS
 from eagleray.errors import ClusterError, ClusterLost
 from eagleray.log import get_logger
@@ -147,27 +147,49 @@ def _reuse(ray_address: str | None) -> Connection:
 def find_cluster(ray_address: str | None) -> str | None:
     """Return host:port of a cluster that accepts connections; None if one must be started. `ray_address`: see
     `connect`. Raises `ClusterError`."""
-    if ray_address == "local":
-        return None
-    if ray_address is not None and ray_address != "auto":
-        _refuse_client(ray_address)
-        check_reachable(ray_address)  # before Ray resolves the name, and logs a stack trace if it cannot
-        found = services.canonicalize_bootstrap_address(ray_address)
-    else:
-        _refuse_client(os.environ.get("RAY_ADDRESS", ""))
+    if ray_address in (None, "auto") and (named := os.environ.get("RAY_ADDRESS")):
         try:
-            found = services.canonicalize_bootstrap_address(ray_address)  # type: ignore[arg-type]
-        except (ConnectionError, ValueError) as error:
-            raise ClusterError(
-                f"option `ray_address` is {ray_address}, but no Ray cluster was found here ({error}): start one by "
-                "`ray start --head`, give host:port of another, or local"
-            ) from None
+            return _find(named)
+        except ClusterError as error:
+            raise ClusterError(f"variable RAY_ADDRESS: {error}") from None
+    return _find(ray_address)
+
+
+def _find(address: str | None) -> str | None:
+    """Return host:port as `find_cluster` does, without a look at `RAY_ADDRESS`."""
+    if address == "local":
+        return None
+    if address is None or address == "auto":
+        return _find_recorded(is_needed=address == "auto")
+    _refuse_client(address)
+    check_reachable(address)  # before Ray resolves the name, and logs a stack trace if it cannot
+    found = str(services.canonicalize_bootstrap_address(address))
+    check_reachable(found)
+    return found
+
+
+def _find_recorded(*, is_needed: bool) -> str | None:
+    """Return the address that `ray start` has recorded on this host, or, if a cluster is needed, of any that runs
+    here."""
+    try:
+        found = services.canonicalize_bootstrap_address("auto" if is_needed else None)  # type: ignore[arg-type]
+    except (ConnectionError, ValueError) as error:
+        raise ClusterError(
+            f"the address of Ray is auto, but no Ray cluster was found here ({error}): start one by "
+            "`ray start --head`, give host:port of another, or local"
+        ) from None
     if found is None:
+        if others := list_running_clusters():
+            logger.warning(
+                "a Ray cluster runs here at %s, but its address is not recorded, so it is not joined: give the address "
+                "as --ray-address or RAY_ADDRESS to join it",
+                " and ".join(others),
+            )
         return None
     try:
         check_reachable(found)
     except ClusterError as error:
-        if ray_address is not None or os.environ.get("RAY_ADDRESS"):
+        if is_needed:
             raise
         logger.info("a Ray cluster that ran here is gone (%s)", error)
         return None

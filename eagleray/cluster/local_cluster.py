@@ -24,7 +24,7 @@ from eagleray.cluster.timeouts import LOCAL_CLUSTER_STOP_SECONDS, WAIT_SECONDS
 from eagleray.errors import ClusterLost, EagleRayError
 from eagleray.log import get_logger
 from eagleray.process.spawn import explain_exit
-from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
+from eagleray.transport.runtime_dir import LOCKED_NAME, make_runtime_dir, remove_runtime_dir
 
 logger = get_logger(__name__)
 
@@ -85,6 +85,20 @@ class LocalCluster:
     def _clean_up(self) -> None:
         with self._exit_stack:
             _kill_processes(self.directory)
+
+
+def list_running_clusters() -> list[str]:
+    """Return the addresses of the Ray clusters that have processes of this user here, without those that are in a
+    directory of a `LocalCluster`."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has exited
+            program, *words = file.read_text(errors="replace").split("\0")
+            options = dict(word.partition("=")[::2] for word in words)
+            is_mine = Path(program).name == "raylet" and file.stat().st_uid == os.getuid()
+            if is_mine and not LOCKED_NAME.search(options.get("--session_dir", "")):
+                found.add(options.get("--gcs-address", ""))
+    return sorted(found - {""})
 
 
 def _make_directory() -> Path:
