@@ -19,8 +19,11 @@ ADDRESS = "192.0.2.1:6379"
 @contextmanager
 def raylet(session_dir: str) -> Iterator[None]:
     """Run a process that looks like a raylet."""
-    command = ["/somewhere/raylet", "-c", "read", f"--session_dir={session_dir}", f"--gcs-address={ADDRESS}"]
-    with subprocess.Popen(command, executable="/bin/bash", stdin=subprocess.PIPE) as process:
+    command = ["/somewhere/raylet", "-c", "echo; read", f"--session_dir={session_dir}", f"--gcs-address={ADDRESS}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, executable="/bin/bash", **pipes) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # until then the system may show no command line of it
         yield
         process.communicate()
 
