@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from eagleray.client.outputs import RequestOutput
 from eagleray.client.request import RequestStream
+from eagleray.config.suggestions import suggest
 from eagleray.errors import InvalidRequest
 from eagleray.instance import LocalInstance
 from eagleray.lora import LoraLike, LoraRequests
@@ -185,7 +186,10 @@ def as_params(given: OneParams) -> SamplingParams:
             param="sampling_params",
         )
     if unknown := given.keys() - SamplingParams.__struct_fields__:
-        raise InvalidRequest(f"sampling parameters have no field {sorted(unknown)[0]!r}", param="sampling_params")
+        name = min(unknown)
+        meant = suggest(name, SamplingParams.__struct_fields__, {})
+        hint = f"; did you mean `{meant}`?" if meant else ""
+        raise InvalidRequest(f"sampling parameters have no field {name!r}{hint}", param="sampling_params")
     return SamplingParams(**given)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import msgspec
+import pyarrow as pa
 from ray.data import ActorPoolStrategy, Dataset
 
 from eagleray.client.pooling import PoolingParams, PoolingTask
@@ -17,7 +18,7 @@ from eagleray.data.columns import one_completion
 from eagleray.data.options import StageKeywords, split_options
 from eagleray.data.outputs import GENERATION, ROUTED_EXPERTS
 from eagleray.data.stage_actor import StageActor
-from eagleray.data.stages import GenerationStage, PoolingStage, ScoreStage, Stage
+from eagleray.data.stages import GenerationStage, PoolingStage, ScoreStage, Stage, check_columns
 from eagleray.engine_args import EngineArgs
 from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.generation_calls import OneParams, as_params
@@ -131,6 +132,7 @@ def _add_pooling(
 def _add_stage(ds: Dataset, model: str | None, stage: Stage, options: StageKeywords) -> Dataset:
     pool, engine_options = split_options(options)
     config = _with_executor(EngineArgs(model, **engine_options).parse())
+    _check_schema(ds, stage)
     max_in_flight = 2 * config.scheduling.max_num_seqs * config.parallel.data_parallel_size
     num_blocks = BLOCKS_AHEAD * math.ceil(max_in_flight / pool.rows_per_block)
     least, greatest = pool.num_actors
@@ -156,6 +158,19 @@ def _add_stage(ds: Dataset, model: str | None, stage: Stage, options: StageKeywo
             config, pool.actor_options, least, has_checkpoint=ds.context.checkpoint_config is not None
         ),
     )
+
+
+def _check_schema(ds: Dataset, stage: Stage) -> None:
+    """Raise `ConfigError` if the dataset lacks a column of the stage or has one of several types, as far as that is
+    known before it is executed."""
+    try:
+        schema = ds.schema(fetch_if_missing=False)
+    except pa.ArrowException as error:
+        raise ConfigError(
+            f"a column of the dataset has values of several types ({error}): convert it to one type before the stage"
+        ) from None
+    if schema is not None:
+        check_columns(stage, schema.names)
 
 
 def _with_executor(config: Config) -> Config:

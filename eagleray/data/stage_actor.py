@@ -18,8 +18,8 @@ from eagleray.config.sections import Config
 from eagleray.data.columns import Row
 from eagleray.data.options import OnError
 from eagleray.data.outputs import RowOutput, append_outputs
-from eagleray.data.stages import Stage
-from eagleray.errors import ConfigError, EagleRayError, EngineFailed
+from eagleray.data.stages import Stage, check_columns
+from eagleray.errors import EagleRayError, EngineFailed
 from eagleray.instance import InstanceThread
 from eagleray.preflight import checked_model
 from eagleray.row_errors import ROW_ERRORS
@@ -50,12 +50,8 @@ class StageActor:
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return the block with the columns of the stage. Raises the failure of the instance and, under `errors`
         raise, the first error of a row."""
-        if missing := [name for name in self._stage.inputs if name not in table.column_names]:
-            raise ConfigError(
-                f"the dataset has no column {missing[0]!r}, which the stage reads; its columns are: "
-                f"{', '.join(table.column_names)}"
-            )
-        rows = table.select(self._stage.inputs).to_pylist()
+        check_columns(self._stage, table.column_names)
+        rows = table.select(list(self._stage.inputs.values())).to_pylist()
         info = self._instance.client.engine_info
         return append_outputs(
             table,

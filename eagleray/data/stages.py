@@ -5,7 +5,7 @@ A stage is made in the driver and sent to the stage's actors, where `open` conne
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from eagleray.config.lora_modules import lora_modules
 from eagleray.config.pooling_spec import GENERATES_ONLY, POOLS_ONLY
 from eagleray.data.columns import Row, adapter_of, messages_of, params_of, prompt_of, text_of
 from eagleray.data.outputs import GENERATION, ROUTED_EXPERTS
-from eagleray.errors import InvalidRequest
+from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.instance import LocalInstance
 from eagleray.lora import LoRARequest, LoraRequests
 from eagleray.messages.membership import EngineInfo
@@ -30,8 +30,8 @@ class Stage(Protocol):
     """A stage of a pipeline."""
 
     @property
-    def inputs(self) -> list[str]:
-        """Names of the columns that are read."""
+    def inputs(self) -> dict[str, str]:
+        """Names of the columns that are read, by the parameters that set them."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -57,9 +57,15 @@ class GenerationStage:
     outputs: tuple[str, ...]
 
     @property
-    def inputs(self) -> list[str]:
-        columns = [self.messages_column or self.prompt_column, self.sampling_params_column, self.seed_column]
-        return [name for name in [*columns, self.lora_column] if name is not None]
+    def inputs(self) -> dict[str, str]:
+        columns = {
+            "prompt_column": self.prompt_column if self.messages_column is None else None,
+            "messages_column": self.messages_column,
+            "sampling_params_column": self.sampling_params_column,
+            "seed_column": self.seed_column,
+            "lora_column": self.lora_column,
+        }
+        return {parameter: name for parameter, name in columns.items() if name is not None}
 
     def open(self, instance: LocalInstance) -> ComputeRow:
         if _engine_info(instance).pooling is not None:
@@ -110,8 +116,8 @@ class PoolingStage:
     params: PoolingParams
 
     @property
-    def inputs(self) -> list[str]:
-        return [self.prompt_column]
+    def inputs(self) -> dict[str, str]:
+        return {"prompt_column": self.prompt_column}
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -138,8 +144,8 @@ class ScoreStage:
     document_column: str
 
     @property
-    def inputs(self) -> list[str]:
-        return [self.query_column, self.document_column]
+    def inputs(self) -> dict[str, str]:
+        return {"query_column": self.query_column, "document_column": self.document_column}
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -158,6 +164,16 @@ class ScoreStage:
             return {"score": output.outputs.score}
 
         return compute
+
+
+def check_columns(stage: Stage, columns: Sequence[str]) -> None:
+    """Raise `ConfigError` if the stage reads a column that is not among `columns`, which are those of the dataset."""
+    for parameter, name in stage.inputs.items():
+        if name not in columns:
+            raise ConfigError(
+                f"the dataset has no column {name!r}: set `{parameter}` to one of its columns, which are "
+                f"{', '.join(columns)}"
+            )
 
 
 def _engine_info(instance: LocalInstance) -> EngineInfo:

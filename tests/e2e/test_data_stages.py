@@ -89,7 +89,7 @@ def test_generation_stage_routed_experts_and_logprobs_are_those_of_llm(llm: LLM)
 
 def test_generation_stage_conversation_is_rendered_with_its_kwargs(llm: LLM) -> None:
     stage = generation(messages_column="chat", chat_template_kwargs={"tail": "!"})
-    assert stage.inputs == ["chat"]
+    assert stage.inputs == {"messages_column": "chat"}
     assert compute(llm, stage, {"chat": MESSAGES})["generated_token_ids"] == tokens(llm, "user: Hello there!\n")
 
 

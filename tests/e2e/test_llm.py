@@ -177,7 +177,7 @@ def test_generate_errors_returned_take_the_place_of_outputs(llm):
 def test_generate_takes_an_iterator_and_a_dictionary_of_parameters(llm):
     outputs = llm.generate((text for text in "abc"), {"max_tokens": 4, "ignore_eos": True}, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4, 4]
-    with pytest.raises(InvalidRequest, match="have no field 'max_token'"):
+    with pytest.raises(InvalidRequest, match=r"have no field 'max_token'; did you mean `max_tokens`\?"):
         llm.generate("a", {"max_token": 4}, use_tqdm=False)
     with pytest.raises(InvalidRequest, match="`SamplingParams` or a dictionary of its fields, but got int"):
         llm.generate("a", 4, use_tqdm=False)

@@ -87,6 +87,7 @@ def test_generate_actors_that_no_node_can_hold_are_refused(cluster: str) -> None
         ({"outputs": "generated_text"}, ConfigError, "`outputs` must be a list"),
         ({"chat_template_kwargs": {"tail": "!"}}, ConfigError, "`chat_template_kwargs` are for conversations"),
         ({"sampling_params": {"max_token": 3}}, InvalidRequest, "no field 'max_token'"),
+        ({"prompt_column": "question"}, ConfigError, "set `prompt_column` to one of .*, which are id, prompt, params"),
         ({"sampling_params": {"n": 2}}, InvalidRequest, "a row has one completion"),
     ],
 )
@@ -97,8 +98,12 @@ def test_generate_wrong_arguments_are_named_at_once(
         generate(dataset(1), **options)
 
 
-def test_embed_pooling_params_of_another_type_are_named_at_once(cluster: str) -> None:
-    import eagleray.data
+def test_generate_column_of_several_types_is_refused_at_once(cluster: str) -> None:
+    ds = ray.data.from_items([{"prompt": 5}, {"prompt": "text"}], override_num_blocks=2)
+    with pytest.raises(ConfigError, match=r"several types \(.* prompt .* int64 vs string\): convert it to one type"):
+        generate(ds)
 
+
+def test_embed_pooling_params_of_another_type_are_named_at_once(cluster: str) -> None:
     with pytest.raises(InvalidRequest, match="`pooling_params` must be a `PoolingParams`, but got dict"):
         eagleray.data.embed(dataset(1), pooling_params={"dimensions": 3})  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def test_params_of_row_without_values_are_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ({"max_token": 3}, "no field 'max_token'"),
+        ({"max_token": 3}, r"no field 'max_token'; did you mean `max_tokens`\?"),
         ({"temperature": -1.0}, "temperature"),
         ({"logit_bias": {"a": 1.0}}, "'a' where a token id is expected"),
         ({"n": 2}, "a row has one completion"),

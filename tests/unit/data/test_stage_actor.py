@@ -48,10 +48,10 @@ class LoopThread:
 class Squares:
     """Stage that squares numbers. A row waits until its number is released, and fails if its error is given."""
 
-    inputs = ("number",)
     outputs = ("score",)
 
     def __init__(self, *, held: tuple[int, ...] = (), errors: dict[int, Exception] | None = None) -> None:
+        self.inputs = {"number_column": "number"}
         self.held = {number: asyncio.Event() for number in held}
         self.errors = errors or {}
         self.running: set[int] = set()
@@ -142,5 +142,5 @@ def test_stage_actor_failure_of_the_instance_raises(make_actor: Any) -> None:
 
 
 def test_stage_actor_missing_column_is_named(make_actor: Any) -> None:
-    with pytest.raises(ConfigError, match="no column 'number', which the stage reads; its columns are: id"):
+    with pytest.raises(ConfigError, match=r"no column 'number': set `number_column` to one of .*, which are id"):
         make_actor(Squares())(pa.table({"id": [1]}))
