@@ -25,6 +25,9 @@ from eagleray.process.spawn_protocol import EXIT_FRAME, GROUP_SIGNALS, SpawnSpec
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 """Signals that a process causes itself. SIGABRT is not among them, because Ray aborts drivers of a lost cluster."""
 
+RAY_WORKER_VARIABLE = "RAY_JOB_ID"
+"""Variable of a process that Ray started for tasks or actors. Before such a process exits, Ray kills its children."""
+
 
 class Child:
     """A process of this host, started fresh (no fork of our state, no re-import of the user's main module).
@@ -136,7 +139,10 @@ def explain_exit(returncode: int) -> str:
         return f"it ended with exit code {returncode}"
     known = -returncode in {number.value for number in signal.Signals}  # real-time signals have no names
     name = signal.Signals(-returncode).name if known else f"signal {-returncode}"
-    hint = " (perhaps the machine ran out of memory)" if returncode == -signal.SIGKILL else ""
+    hint = ""
+    if returncode == -signal.SIGKILL:
+        stops_actor = "Ray stops its actor, or " if RAY_WORKER_VARIABLE in os.environ else ""
+        hint = f" (perhaps {stops_actor}the machine ran out of memory)"
     return f"it was killed by {name}{hint}"
 
 

@@ -13,7 +13,7 @@ from eagleray.identity import ClientId
 from eagleray.log import LogSettings
 from eagleray.messages.failure import Ended
 from eagleray.messages.lifecycle import Bound
-from eagleray.process.spawn import Child
+from eagleray.process.spawn import Child, explain_exit
 
 DEADLINE = 20.0
 TEST = ClientId("test", 0)
@@ -108,6 +108,13 @@ def test_child_missing_target_is_reported(spawn):
 def test_child_killed_exit_reason_names_signal(spawn):
     _, said = spawn("kill_yourself")
     assert said.get(timeout=DEADLINE).startswith("it was killed by SIGKILL")
+
+
+def test_explain_exit_killed_in_a_ray_worker_names_ray(monkeypatch):
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    assert explain_exit(-signal.SIGKILL) == (
+        "it was killed by SIGKILL (perhaps Ray stops its actor, or the machine ran out of memory)"
+    )
 
 
 def test_child_exit_with_living_program_is_noticed(spawn):
