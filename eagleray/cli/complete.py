@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from eagleray.cli.remote import Remote, add_remote_flags
-from eagleray.cli.terminal import TypedLines
+from eagleray.cli.terminal import answer_lines, print_answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     remote = Remote(arguments)
-    for line in [arguments.quick] if arguments.quick else TypedLines("> "):
-        for choice in remote.stream("/completions", {"prompt": line}):
-            print(choice["text"], end="", flush=True)
-        print()
+
+    def complete(text: str) -> int:
+        print_answer(remote.stream("/completions", {"prompt": text}))
+        return remote.num_tokens
+
+    if arguments.quick:
+        complete(arguments.quick)
+        return
+    answer_lines(
+        complete, greeting=f"{remote.model} at {remote.url} completes texts. Ctrl-C stops a completion, Ctrl-D ends."
+    )

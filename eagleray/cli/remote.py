@@ -38,21 +38,29 @@ class Remote:
             name: value for name in ("max_tokens", "temperature") if (value := getattr(arguments, name)) is not None
         }
         self.model = self._fields["model"] = arguments.model_name or self._first_model()
+        self.answer = ""
+        """Text of the last streamed answer, so far."""
         self.num_tokens = 0
-        """Number of tokens of the last streamed answer; 0 if the server did not tell it."""
+        """Number of its tokens, or of its parts until the server tells that."""
 
-    def stream(self, route: str, fields: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Yield the first choice of every event of a streamed answer. The server stops when the generator is closed."""
-        self.num_tokens = 0
-        with self._request("POST", route, self._fields | fields | {"stream": True}) as response:
+    def stream(self, route: str, fields: dict[str, Any]) -> Generator[str, None, None]:
+        """Yield the parts of a streamed answer. The server stops when the generator is closed."""
+        self.answer, self.num_tokens = "", 0
+        fields = self._fields | fields | {"stream": True, "stream_options": {"include_usage": True}}
+        with self._request("POST", route, fields) as response:
             for line in read_lines(response, self._url):
                 data = line.strip().removeprefix(b"data:").strip()
                 if data and data != b"[DONE]":
                     event = self._decode(data)
                     if "error" in event:
                         raise EagleRayError(event["error"]["message"])
-                    self.num_tokens = (event.get("usage") or {}).get("completion_tokens", 0)
-                    yield from event["choices"][:1]
+                    for choice in event["choices"][:1]:
+                        text = (choice["delta"].get("content") or "") if "delta" in choice else choice["text"]
+                        self.answer += text
+                        self.num_tokens += 1
+                        yield text
+                    if usage := event.get("usage"):
+                        self.num_tokens = usage["completion_tokens"]
 
     def _decode(self, data: bytes) -> Any:
         try:

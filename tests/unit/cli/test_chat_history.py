@@ -1,14 +1,17 @@
-"""Conversations in the terminal: commands, and the server that is asked."""
+"""`eagleray chat` and `complete`: conversations in the terminal, and the server that is asked."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import pytest
 
-from eagleray.cli import chat
+from eagleray.cli import chat, complete
 from eagleray.cli.chat_history import COMMAND_HELP, COMMANDS, ChatHistory
 from eagleray.cli.remote import Remote
 from eagleray.cli.terminal import TypedLines
@@ -158,39 +161,100 @@ def test_typed_lines_end_at_an_interrupt_after_a_stopped_answer(monkeypatch):
             lines.was_interrupted = True
 
 
-class FakeRemote:
-    """A server whose answer is a few parts, and then an end of some kind."""
+class FakeResponse:
+    """A streamed answer of a few parts, and then an end of some kind."""
 
-    num_tokens = 0
-
-    def __init__(self, end: BaseException | None) -> None:
-        self._end = end
+    def __init__(self, route: str, *, end: BaseException | None, tail: str = "[DONE]") -> None:
+        self._choices = [
+            {"delta": {"content": text}} if route == "/chat/completions" else {"text": text} for text in ("one", " two")
+        ]
+        self._end, self._tail = end, tail
         self.is_closed = False
 
-    def stream(self, route, fields):
-        try:
-            for text in ("one", " two"):
-                yield {"delta": {"content": text}}
-            if self._end is not None:
-                raise self._end
-        finally:
-            self.is_closed = True
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.is_closed = True
+
+    def __iter__(self):
+        for choice in self._choices:
+            yield f"data: {json.dumps({'choices': [choice]})}\n".encode()
+        if self._end is not None:
+            raise self._end
+        yield f"data: {self._tail}\n".encode()
+
+
+class FakeRemote(Remote):
+    """A server that gives this kind of answer to everything."""
+
+    def __init__(self, end: BaseException | None = None, **response: str) -> None:
+        super().__init__(
+            argparse.Namespace(url="http://h", api_key=None, max_tokens=3, temperature=None, model_name="m")
+        )
+        self._response = {"end": end, **response}
+
+    def _request(self, method, route, body=None):
+        self.last_response = FakeResponse(route, **self._response)
+        return self.last_response
+
+
+def test_remote_number_of_tokens_is_that_of_the_server_or_of_parts():
+    remote = FakeRemote()
+    assert list(remote.stream("/completions", {})) == ["one", " two"]
+    assert (remote.answer, remote.num_tokens) == ("one two", 2)
+    remote = FakeRemote(tail='{"choices": [], "usage": {"completion_tokens": 7}}')
+    assert list(remote.stream("/chat/completions", {})) == ["one", " two"]
+    assert (remote.answer, remote.num_tokens) == ("one two", 7)
 
 
 @pytest.mark.parametrize(
     ("end", "messages", "printed"),
     [
         (None, "u:x a:one two", "one two\n"),
-        (KeyboardInterrupt(), "u:x a:one two", "one two [stopped]\n"),
+        (KeyboardInterrupt(), "u:x a:one two", "one two"),
         (EagleRayError("the engine is gone"), "", "one two\n"),
     ],
 )
 def test_chat_answer_that_ends_is_kept_unless_it_failed(end, messages, printed, capsys):
     history, remote = ChatHistory(), FakeRemote(end)
     history.ask("x")
-    assert chat._answer_or_explain(remote, history) == isinstance(end, KeyboardInterrupt)
-    assert (roles(history), remote.is_closed) == (messages, True)
+    with pytest.raises(type(end)) if end else contextlib.nullcontext():
+        assert chat._answer(remote, history) == 2
+    assert (roles(history), remote.last_response.is_closed) == (messages, True)
+    assert capsys.readouterr().out == printed
+
+
+def run_in_terminal(command: ModuleType, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a command whose standard input and output are a terminal."""
+    monkeypatch.setattr(command, "Remote", lambda arguments: remote)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    command.run(argparse.Namespace(quick=None, system_prompt=None))
+
+
+@pytest.mark.parametrize(("command", "line"), [(chat, "/help lists the commands."), (complete, "completes texts.")])
+@pytest.mark.parametrize(
+    ("end", "out", "err"),
+    [
+        (None, "one two\n", "[2 tokens, "),
+        (KeyboardInterrupt(), "one two [stopped]\n", ""),
+        (EagleRayError("the engine is gone"), "one two\n", "eagleray: the engine is gone\n"),
+    ],
+)
+def test_command_in_a_terminal_greets_and_goes_on_after_each_answer(command, line, end, out, err, monkeypatch, capsys):
+    typed(monkeypatch, "x", "y", EOFError)
+    run_in_terminal(command, FakeRemote(end), monkeypatch)
     shown = capsys.readouterr()
-    assert shown.out == printed
-    assert ("[2 tokens, " in shown.err) == (end is None)
-    assert ("eagleray: the engine is gone\n" in shown.err) == isinstance(end, EagleRayError)
+    greeting, _, answers = shown.out.partition("\n")
+    assert "m at http://h/v1" in greeting and line in greeting and "Ctrl-D ends" in greeting
+    assert answers == 2 * out + "\n"
+    assert shown.err.count(err) == 2 if err else shown.err == ""
+
+
+def test_chat_command_that_is_typed_has_no_speed(monkeypatch, capsys):
+    typed(monkeypatch, "/clear", EOFError)
+    run_in_terminal(chat, FakeRemote(), monkeypatch)
+    shown = capsys.readouterr()
+    assert "the conversation is forgotten" in shown.out
+    assert shown.err == ""
