@@ -12,7 +12,7 @@ from eagleray.cluster.nodes import list_nodes
 from eagleray.cluster.ray_errors import summarize
 from eagleray.cluster.spawn import Sentinel
 from eagleray.cluster.timeouts import MONITOR_STOP_SECONDS, WAIT_SECONDS
-from eagleray.errors import UserError
+from eagleray.errors import EagleRayError, UserError
 from eagleray.messages.failure import Failure
 
 
@@ -79,11 +79,11 @@ def _describe_node(node_id: str) -> str:
 
 
 def _failure(error: RayTaskError) -> Failure:
-    """Convert the exception that the worker raised; the traceback is the one that Ray has brought from there."""
+    """Convert the exception that the actor raised; the traceback is the one that Ray has brought from there."""
     cause = error.cause if isinstance(error.cause, Exception) else error
     return Failure(
         kind=type(cause).__name__,
         message=str(cause),
-        traceback=str(error),
+        traceback="" if isinstance(cause, EagleRayError) else str(error),  # as in `Failure.of`
         is_user_error=isinstance(cause, UserError),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import socket
 import time
@@ -15,6 +16,7 @@ import msgspec
 import ray
 
 from eagleray.cluster.cleanup import remove_with_process
+from eagleray.errors import EagleRayError
 from eagleray.log import LogSettings, get_logger, setup_process_logging
 from eagleray.messages.lifecycle import EngineSpec
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
@@ -91,9 +93,15 @@ class ActorProcess:
         """
         try:
             load_target(target)(payload)
-        except Exception:
-            logger.exception("%s ended", self._label)
+        except Exception as error:
+            self._log_exit(error)
             raise
+
+    def _log_exit(self, error: Exception) -> None:
+        """Log the exception that ends this process. An error of eagleray's own says everything in its message, which
+        the process that waits for the sentinel logs or raises."""
+        level = logging.DEBUG if isinstance(error, EagleRayError) else logging.ERROR
+        logger.log(level, "%s ended", self, exc_info=error)
 
 
 class EngineActor(ActorProcess):
@@ -122,8 +130,8 @@ class EngineActor(ActorProcess):
             try:
                 # The engine reports an error to the supervisor itself once it is attached; this result reports it too.
                 self._engine.run(lambda error: None)
-            except Exception:
-                logger.exception("%s ended", self)
+            except Exception as error:
+                self._log_exit(error)
                 raise
 
 
