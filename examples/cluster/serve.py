@@ -8,10 +8,10 @@ import re
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 from ray.cluster_utils import Cluster
 
 PROMPTS = ("Return the", "Raises", "If the", "class")
@@ -63,10 +63,11 @@ def serve(ray_address: str) -> Iterator[str]:
 def complete(url: str, prompt: str, halfway: threading.Barrier | None = None) -> str:
     """Return a streamed completion. Waits at `halfway` after the first pieces of text."""
     body = {"model": "eagleray-demo", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
+    data = json.dumps(body | {"ignore_eos": True}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
     text = ""
-    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=SECONDS) as response:
-        response.raise_for_status()
-        events = (line.removeprefix("data: ") for line in response.iter_lines() if line not in ("", "data: [DONE]"))
+    with urllib.request.urlopen(request, timeout=SECONDS) as response:
+        events = (line.removeprefix(b"data: ") for line in response if line.startswith(b"data: {"))
         for number, event in enumerate(events, 1):
             text += json.loads(event)["choices"][0]["text"]
             if halfway is not None and number == PIECES_BEFORE_LOSS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import re
 import signal
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
 import numpy as np
 from torch import Tensor
 
@@ -56,8 +58,7 @@ class Instance:
         self._reader.start()
         self._pool = ThreadPoolExecutor(CONCURRENT_REQUESTS)
         self._sender = SharedMemorySender()
-        url = self._wait_for_log(r"serving .* at (http://\S+)/v1")
-        self._http = httpx.Client(base_url=url, timeout=CALL_SECONDS)
+        self._url = self._wait_for_log(r"serving .* at (http://\S+)/v1")
 
     def __enter__(self) -> Instance:
         return self
@@ -66,7 +67,6 @@ class Instance:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self._http.close()
         self._sender.close()
         self._process.terminate()
         self._process.wait()
@@ -81,7 +81,7 @@ class Instance:
             index, prompt = numbered
             params = {"n": num_each, "max_tokens": max_tokens, "logprobs": 0, "temperature": 1.0, "ignore_eos": True}
             body = {"token_ids": prompt, "sampling_params": params | {"seed": seed + index}}
-            return [_rollout(prompt, choice) for choice in self._post("/inference/v1/generate", body)["choices"]]
+            return [_rollout(prompt, choice) for choice in self._call("/inference/v1/generate", body)["choices"]]
 
         return list(self._pool.map(complete, enumerate(prompts)))
 
@@ -92,16 +92,16 @@ class Instance:
         weights = list(weights)
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                self._post("/start_weight_update", {})
+                self._call("/start_weight_update", {})
                 for part in (weights[: len(weights) // 2], weights[len(weights) // 2 :]):
-                    self._post("/update_weights", {"update_info": self._sender.write(part)})
+                    self._call("/update_weights", {"update_info": self._sender.write(part)})
                     if kill_engine and attempt == 1:
                         self._kill_engine()
                         kill_engine = False
-                self._post("/finish_weight_update", {"weight_version": version, "require_complete": True})
-            except httpx.HTTPStatusError as error:
-                print(f"  update {version}: {error.response.status_code}: {error.response.json()['error']['message']}")
-                self._post("/abort_weight_update", {})
+                self._call("/finish_weight_update", {"weight_version": version, "require_complete": True})
+            except urllib.error.HTTPError as error:
+                print(f"  update {version}: {error.code}: {json.load(error)['error']['message']}")
+                self._call("/abort_weight_update", {})
                 self._wait_for_engine()
             else:
                 return attempt
@@ -111,7 +111,7 @@ class Instance:
         """Wait until an engine can receive weights: it serves, or waits for weights that only the trainer has."""
         deadline = time.monotonic() + START_SECONDS
         while True:
-            engines = self._http.get("/weight_info").raise_for_status().json()["engines"]
+            engines = self._call("/weight_info")["engines"]
             if any(engine["state"] in ("ready", "waiting") for engine in engines):
                 return
             if time.monotonic() > deadline:
@@ -123,10 +123,12 @@ class Instance:
         print(f"  kill -9 {pid}: an engine, in the middle of an update")
         os.kill(pid, signal.SIGKILL)
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
-        response = self._http.post(path, json=body)
-        response.raise_for_status()
-        return response.json()
+    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Send a POST, or a GET without a body, and return the answer. Raises `urllib.error.HTTPError`."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=CALL_SECONDS) as response:
+            return json.load(response)
 
     def _wait_for_log(self, pattern: str) -> str:
         deadline = time.monotonic() + START_SECONDS
