@@ -35,7 +35,7 @@ FOREIGN = {
     *("ForSequenceClassification", "LlamaForSequenceClassification", "MistralModel", "Qwen3Model"),  # architectures
     *("1_Pooling/config.json", "modules.json"),  # files of sentence-transformers
     "--rollout-external-engine-addrs",  # slime's
-    *("--no-index", "--target"),  # pip's
+    *("--no-index", "--target", "PIP_EXTRA_INDEX_URL"),  # pip's
     *("--build", "--build-arg", "--no-healthcheck", "--read-only", "--rm", "--shm-size", "--tmpfs"),  # Docker's
     *("--from-literal", "KUBERAY_CRDS"),  # of kubectl, of tests/deploy
     *("adapter_config.json", "modules_to_save"),  # PEFT's

@@ -1,9 +1,9 @@
 """The library of the kernels in `../csrc/`, for this machine's processor.
 
 A wheel has a prebuilt library for each variant of `variants.py`. In a source tree, and where no prebuilt one can be
-used, the system's C++ compiler makes one for this processor at first use, which takes seconds, and it is kept in the
-user's cache directory. The sources include no header of torch, but the library shares torch's OpenMP threads. So this
-module imports torch first, and settings of these threads (`config/environment.py`) have to be made before that.
+used, the system's C++ compiler makes one for this processor at first use, which may take half a minute, and it is kept
+in the user's cache directory. The sources include no header of torch, but the library shares torch's OpenMP threads. So
+this module imports torch first, and settings of these threads (`config/environment.py`) have to be made before that.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def build(sources: Sequence[Path], *, target: Sequence[str] = NATIVE_FLAGS, dire
 
     def make(scratch: Path) -> Path:
         started = time.monotonic()
-        logger.info("compiling kernels, once")
+        logger.info("compiling kernels, once; this may take half a minute")
         with open_bar(total=len(sources), desc="compiling kernels", unit="file", is_shown=has_bars()) as bar:
             path = library.compile(compiler, scratch, on_compiled=bar.update)
         logger.info("compiled kernels in %.1f s", time.monotonic() - started)
