@@ -17,7 +17,7 @@ FOREIGN = {
     *("DATABASE_URL", "HTTP_PROXY", "SO_REUSEPORT", "Upgrade", "vdpbf16ps"),  # users', Linux's, HTTP's, the CPU's
     *("MainProcess", "WatchedFileHandler"),  # Python's
     *("FF", "RCVHWM", "SNDHWM", "nil"),  # bytes and options of zmq, MessagePack's null
-    *("RAY_preload_python_modules", "max_surge_percent", "py_modules", "working_dir"),  # Ray's
+    *("InvalidAuthToken", "RAY_preload_python_modules", "max_surge_percent", "py_modules", "working_dir"),  # Ray's
     *("UserCodeException", "raise_original_map_exception"),  # Ray Data's
     *("--app-dir", "histogram_quantile"),  # of `serve run`, of Prometheus
     "ray_eagleray_generation_tokens_total",  # the name of a metric of eagleray in Ray's
@@ -30,6 +30,7 @@ FOREIGN = {
         "--metrics-export-port",
     ),  # Ray's
     *("--node-ip-address", "--node-manager-port", "--object-manager-port", "--runtime-env-agent-port"),  # Ray's
+    "--temp-dir",  # Ray's
     "NCCL_SOCKET_IFNAME",  # NCCL's
     *("Forwarded", "Origin"),  # HTTP's
     *("ForSequenceClassification", "LlamaForSequenceClassification", "MistralModel", "Qwen3Model"),  # architectures
