@@ -46,7 +46,7 @@ class Outcome:
     num_lost: int = 0
     num_repeated: int = 0
     num_failed: int = 0
-    kills: Counter[str] = field(default_factory=Counter)
+    kills: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_right(self) -> bool:
@@ -148,7 +148,7 @@ def run_stage(args: argparse.Namespace, kill_every: float | None) -> Outcome:
         )
         count_rows(outcome, ds)
     outcome.seconds = time.perf_counter() - began
-    outcome.kills = killer.kills
+    outcome.kills = dict(killer.kills)
     return outcome
 
 
