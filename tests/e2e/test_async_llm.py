@@ -48,6 +48,12 @@ async def outputs_of(llm, prompt, params, **options) -> list:
     return [output async for output in llm.generate(prompt, params, **options)]
 
 
+def streams_since(llm, earlier):
+    """Streams of the requests that were sent after the ids `earlier` were read: those of requests that have ended may
+    be there for a moment."""
+    return [stream for name, stream in list(llm._streams.items()) if name not in earlier]
+
+
 def replaced(**changes) -> SamplingParams:
     return msgspec.structs.replace(GREEDY, **changes)
 
@@ -174,9 +180,10 @@ def test_async_generate_wrong_prompt_raises_at_the_first_output(llm):
 
 def test_async_generate_killed_engine_loses_nothing(llm):
     async def work(*, kill: bool):
+        earlier = set(llm._streams)
         requests = [asyncio.create_task(outputs_of(llm, [index + 5] * 3, LONG)) for index in range(8)]
         if kill:
-            while not all(stream.num_tokens for stream in [*llm._streams.values()]) or len(llm._streams) < 8:
+            while [bool(stream.num_tokens) for stream in streams_since(llm, earlier)] != [True] * 8:
                 await asyncio.sleep(0.01)
             os.kill(children_of(os.getpid())[0], signal.SIGKILL)
         return [outputs[-1].outputs[0].token_ids for outputs in await asyncio.gather(*requests)]
@@ -186,17 +193,18 @@ def test_async_generate_killed_engine_loses_nothing(llm):
 
 def test_async_pause_keep_freezes_requests_until_resume(llm):
     async def work(*, pause: bool):
+        earlier = set(llm._streams)
         requests = [asyncio.create_task(outputs_of(llm, [index + 5] * 3, LONG)) for index in range(8)]
         if pause:
-            while not any(stream.num_tokens for stream in llm._streams.values()):
+            while not any(stream.num_tokens for stream in streams_since(llm, earlier)):
                 await asyncio.sleep(0.01)
             answer = await llm.pause_generation(mode="keep")
             assert answer["num_aborted"] == 0
             assert await llm.is_paused()
-            before = [stream.num_tokens for stream in llm._streams.values()]
+            before = [stream.num_tokens for stream in streams_since(llm, earlier)]
             late = asyncio.create_task(outputs_of(llm, [3, 4], GREEDY, request_id="late"))
             await asyncio.sleep(0.3)
-            assert [stream.num_tokens for stream in llm._streams.values()][:8] == before
+            assert [stream.num_tokens for stream in streams_since(llm, earlier)][:8] == before
             assert not late.done()
             await llm.resume_generation()
             assert (await late)[-1].outputs[0].finish_reason == "length"
@@ -208,8 +216,9 @@ def test_async_pause_keep_freezes_requests_until_resume(llm):
 
 def test_async_pause_abort_delivers_what_there_is(llm):
     async def work():
+        earlier = set(llm._streams)
         requests = [asyncio.create_task(outputs_of(llm, [index + 5] * 3, LONG)) for index in range(4)]
-        while not any(stream.num_tokens for stream in llm._streams.values()):
+        while not any(stream.num_tokens for stream in streams_since(llm, earlier)):
             await asyncio.sleep(0.01)
         answer = await llm.pause_generation()
         outputs = [outputs[-1].outputs[0] for outputs in await asyncio.gather(*requests)]
