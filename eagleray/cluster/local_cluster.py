@@ -88,8 +88,8 @@ class LocalCluster:
 
 
 def list_running_clusters() -> list[str]:
-    """Return the addresses of the Ray clusters that have processes of this user here, without those that are in a
-    directory of a `LocalCluster`."""
+    """Return the addresses of the Ray clusters whose raylets this user runs on this host, except clusters that eagleray
+    has started itself."""
     found = set()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has exited

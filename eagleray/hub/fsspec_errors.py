@@ -13,7 +13,7 @@ def fsspec_problem(error: Exception, url: str) -> str:
     if isinstance(cause, ImportError) or (isinstance(cause, ValueError) and "protocol" in str(cause).lower()):
         return (
             f"{url.partition('://')[0]}:// is read by fsspec, and {str(cause) or detail}: install it with "
-            "`pip install fsspec s3fs gcsfs`, which has s3:// and gs://, or the package of your file system"
+            "`pip install fsspec s3fs gcsfs`, which read s3:// and gs://, or with the package of your file system"
         )
     if isinstance(status := getattr(cause, "status", None), int):
         return f"its server answered with status {status}: check the URL and the rights that it gives"

@@ -12,7 +12,7 @@ WAITING = "waiting_sequences"
 """Names of the numbers that a replica records for the policy."""
 
 SETTLED_QUEUE = 0.5
-"""Mean number of waiting sequences up to which a queue counts as empty: some wait for the next step alone."""
+"""Mean number of waiting sequences up to which a queue counts as empty: a new sequence waits for the next step."""
 
 
 def scale_by_queue(context: Any) -> tuple[float, dict[str, Any]]:

@@ -80,7 +80,7 @@ def open_service(**options: Any) -> Iterator[tuple[Service, Config]]:
 
 
 def _errors(paths: Schema) -> dict[str, str]:
-    """Return the meaning of each status of an error, those of every route and those that a single one has."""
+    """Return the meaning of every HTTP status of an error that some route responds with."""
     reasons = {str(status): reason for status, reason in REASONS.items()}
     for _, _, operation in _operations(paths):
         _, *errors = sorted(operation["responses"].items())

@@ -236,7 +236,7 @@ def test_page_server_that_does_not_answer_is_asked_again(page, root):
     answer_requests(page, None, [state(root)])
     page.goto(f"{root}/dashboard")
     page.clock.run_for(12_000)
-    page.wait_for_selector("#state", state="visible")
+    expect(page.locator("#state")).to_be_visible()
 
 
 def test_page_restarted_server_has_no_experts_and_no_curve_of_another(page, root):

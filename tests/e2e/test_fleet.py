@@ -235,7 +235,7 @@ def test_dashboard_of_each_api_server_has_the_same_members_and_events(server, ht
 
 
 def _without_load(row):
-    """Return what an API server knows of an engine from the membership alone."""
+    """Return the facts about an engine that an API server has from the membership alone."""
     return {name: row[name] for name in ("label", "state", "since", "restarts", "cause", "host", "pid", "workers")}
 
 

@@ -179,7 +179,7 @@ def test_top_without_rich_says_what_to_install(monkeypatch):
 
 
 def _as_in_the_background() -> None:
-    """Make the terminal the controlling one, so that Ctrl-C is a signal, which is ignored."""
+    """Make the terminal the controlling one, so that Ctrl-C sends SIGINT, and ignore SIGINT."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -11,7 +11,7 @@ from eagleray.errors import WorkerLost
 
 
 class LabelledProcess(ActorProcess):
-    """An actor outside of Ray, of which this process is not changed."""
+    """An actor outside of Ray that leaves this process unchanged."""
 
     def __init__(self) -> None:
         self._label = "engine-0"
