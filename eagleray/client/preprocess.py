@@ -325,6 +325,7 @@ class RequestBuilder:
             logprob_token_ids=_unique(asked),
             prompt_logprobs=params.prompt_logprobs,
             forced_token_ids=tuple(params.trace_decode_token_ids or ()),
+            grammar=None if params.structured_outputs is None else params.structured_outputs.to_grammar(),
         )
 
     def _stopping(self, params: SamplingParams, engine: EngineInfo, *, room: int) -> Stopping:

@@ -13,10 +13,12 @@ import msgspec
 from eagleray.engine.control import EngineControl
 from eagleray.engine.core import EngineCore
 from eagleray.engine.early_requests import EarlyRequests
+from eagleray.engine.grammars import EngineGrammars
 from eagleray.engine.mailbox import EngineInbox, EngineMessage, EngineOutbox
 from eagleray.engine.timeouts import (
     EXPERT_LOAD_INTERVAL_SECONDS,
     FLUSH_SECONDS,
+    GRAMMAR_POLL_SECONDS,
     IDLE_POLL_SECONDS,
     STATS_INTERVAL_SECONDS,
     TRANSFER_POLL_SECONDS,
@@ -120,6 +122,7 @@ class EngineLoop:
             host=host,
         )
         self._early_requests = EarlyRequests()
+        self._grammars = EngineGrammars(core)
         self._stopping = False
         self._stats_due = 0.0
         self._has_reported_idle = False
@@ -128,6 +131,8 @@ class EngineLoop:
         while not self._stopping:
             self._handle_messages()
             self._execute_commands()
+            if self._grammars.is_waiting:
+                self._publish(self._grammars.advance())
             self._publish(self._stepper.step(self._send_early))
             self._execute_commands()  # the step may have been the last that a command waits for
             self._report()
@@ -206,6 +211,8 @@ class EngineLoop:
     @property
     def _idle_seconds(self) -> float:
         """Time for which an idle engine waits for a message."""
+        if self._grammars.is_waiting:
+            return GRAMMAR_POLL_SECONDS
         return TRANSFER_POLL_SECONDS if self._control.tasks else IDLE_POLL_SECONDS
 
     def _execute_commands(self) -> None:

@@ -44,5 +44,9 @@ WATCHDOG_STOP_SECONDS = 5.0
 
 assert WATCHDOG_TICK_SECONDS < WATCHDOG_MARGIN_SECONDS, "a late step of the executor must not look like a hang"
 
+GRAMMAR_POLL_SECONDS = 0.0005
+"""Interval at which workers are asked whether they have compiled a grammar, while nothing else is to be done. Most take
+less than a millisecond."""
+
 TRANSFER_POLL_SECONDS = 0.02
 """Interval at which workers are asked whether they have received weights, while the engine steps."""

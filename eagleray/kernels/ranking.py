@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 
+MASK_BITS = 32
+
+
 class Ranking:
     """The ranking in plain torch. NaN ranks above every number."""
 
@@ -26,6 +29,16 @@ class Ranking:
         # topk breaks ties arbitrarily, so rank every token that is not below its last value (NaN is never below, so
         # these are at least k)
         return rank_tokens(logits, (logits < least).logical_not_())[:, :k]
+
+    def keep_allowed(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """Set the logits of the tokens that are not in the mask of their row to minus infinity, in place.
+
+        logits: [n, vocab_size]; rows: int64 [m]; masks: int32 [m, ceil(vocab_size / 32)], one bit for each token, the
+        first one the lowest.
+        """
+        bits = torch.arange(MASK_BITS, dtype=torch.int32, device=masks.device)
+        allowed = (masks[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
+        logits[rows] = logits[rows].masked_fill_(allowed.logical_not_(), -torch.inf)
 
 
 def rank_tokens(logits: Tensor, mask: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from eagleray.errors import InvalidRequest
+from eagleray.messages.grammars import Grammar
+from eagleray.messages.structured_outputs import StructuredOutputsParams
 
 MAX_INTEGER = 2**63 - 1
 """Largest integer of any field, limited by the wires between processes."""
@@ -161,8 +163,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_logprob_start: int | None = None
     """First position that has a row; None: 0."""
 
+    structured_outputs: StructuredOutputsParams | None = None
+    """Constraint that the text of the completion follows."""
+
     # Of the following fields only the values that change nothing are accepted.
-    structured_outputs: Any = None
     thinking_token_budget: int | None = None
     extra_args: dict[str, Any] | None = None
     watermarking: bool | None = None
@@ -170,6 +174,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.seed == -1:
             self.seed = None
+        if isinstance(self.structured_outputs, dict):
+            self.structured_outputs = msgspec.convert(self.structured_outputs, StructuredOutputsParams)
         if isinstance(self.repetition_detection, dict):
             self.repetition_detection = _repetition_detection(self.repetition_detection)
         # As in vLLM, true asks for the likeliest token.
@@ -262,7 +268,6 @@ def _check(params: SamplingParams) -> None:
 
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "structured_outputs": ((None,), "outputs cannot be constrained by a schema or a grammar"),
     "thinking_token_budget": ((None, -1), "`max_tokens` limits thinking and answer together"),
     "extra_args": ((None, {}), "there are no plug-ins that would read them"),
     "watermarking": ((None, False), "no marks are put into texts"),
@@ -369,6 +374,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `prompt_logprobs`."""
     forced_token_ids: tuple[int, ...] = ()
     """Token ids that are generated in place of the drawn ones, while their log-probabilities are real."""
+    grammar: Grammar | None = None
+    """Grammar that the generated text follows."""
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

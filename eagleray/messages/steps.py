@@ -14,6 +14,7 @@ import msgspec
 from eagleray.messages.arrays import Array
 from eagleray.messages.control import SleepTag
 from eagleray.messages.failure import Ended, Failure
+from eagleray.messages.grammars import Grammar
 from eagleray.messages.membership import ProcessInfo
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.sampling import Sampling
@@ -274,6 +275,19 @@ class AdapterWritten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failure: Failure | None = None
 
 
+class PrepareGrammar(msgspec.Struct, frozen=True, tag=True):
+    """Compile a grammar beside the steps, and say whether that is done. Answered at once, and repeated until it is."""
+
+    grammar: Grammar
+
+
+class GrammarPrepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reply to `PrepareGrammar`. With a failure, no row can follow the grammar."""
+
+    is_done: bool
+    failure: Failure | None = None
+
+
 class CallExtension(msgspec.Struct, frozen=True, tag=True):
     """Call a method of the user's worker extension. For `arguments` see `messages.plain`."""
 
@@ -304,6 +318,7 @@ WorkerCall = (
     | WakeWorker
     | TransferCall
     | WriteAdapter
+    | PrepareGrammar
 )
 WorkerReply = (
     StepResult
@@ -319,6 +334,7 @@ WorkerReply = (
     | WorkerWoke
     | TransferReply
     | AdapterWritten
+    | GrammarPrepared
     | Ended
 )
 """`Ended` means that the call raised. The worker's state is unknown then, so its engine ends."""

@@ -21,6 +21,7 @@ import msgspec
 from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.identity import FIRST_WEIGHT_VERSION, ClientId
 from eagleray.messages.arrays import Array
+from eagleray.messages.grammars import Grammar
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason, SchedulerStats
 from eagleray.messages.requests import Generate
@@ -33,6 +34,9 @@ from eagleray.scheduler.routed_experts import RoutedExpertsStore
 from eagleray.scheduler.running import InFlightStep, RowTable, StepDraft
 from eagleray.scheduler.timings import Counters, EngineHistograms
 from eagleray.scheduler.waiting import Backlog
+
+MAX_PREPARED_GRAMMARS = 128
+"""Number of grammars that need not be prepared again: fewer than a worker keeps, so that it has them."""
 
 
 class Scheduler:
@@ -93,6 +97,7 @@ class Scheduler:
         self._num_loads = 0
         self._weight_version = FIRST_WEIGHT_VERSION
         self._num_arrivals = 0
+        self._prepared_grammars: dict[Grammar, None] = {}  # in the order in which they were compiled
         self._early_chunks: list[AddressedChunk] = []
         self._counters = Counters()
         self._histograms = EngineHistograms()
@@ -157,7 +162,28 @@ class Scheduler:
             self.adapters.retain(state.adapter)
         self._num_arrivals += 1
         self._requests[key] = state
-        self._waiting.push(state)
+        grammar = request.sampling.grammar
+        if grammar is None or grammar in self._prepared_grammars:
+            self._waiting.push(state)
+        else:
+            self._waiting.push_unprepared(state, grammar)
+
+    @property
+    def unprepared_grammars(self) -> tuple[Grammar, ...]:
+        """Grammars that the workers have to compile before the requests that use them run."""
+        return self._waiting.unprepared
+
+    def on_grammar_prepared(self, grammar: Grammar, failure: str | None) -> list[AddressedChunk]:
+        """Let the requests with this grammar run, or fail for the reason given. Returns their last chunks then."""
+        requests = self._waiting.pop_unprepared(grammar)
+        for request in requests:
+            self._waiting.push(request)
+        if failure is None:
+            self._prepared_grammars[grammar] = None
+            if len(self._prepared_grammars) > MAX_PREPARED_GRAMMARS:
+                del self._prepared_grammars[next(iter(self._prepared_grammars))]
+            return []
+        return [self._refuse(request, failure) for request in requests]
 
     def abort(self, client: ClientId, request_ids: Iterable[str]) -> list[AddressedChunk]:
         """Abort these requests and return a last chunk for each that exists."""
@@ -477,6 +503,11 @@ class Scheduler:
             is_user_error=failure.is_user_error,
             routed_experts=routed,
         )
+
+    def _refuse(self, request: Request, reason: str) -> AddressedChunk:
+        """Fail a request without a row, whose parameters are wrong."""
+        self._remove(request)
+        return request.make_chunk(finish_reason=FinishReason.ERROR, error=reason, is_user_error=True)
 
     # Requests leave.
 

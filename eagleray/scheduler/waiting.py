@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+from eagleray.messages.grammars import Grammar
 from eagleray.scheduler.request import Request
 from eagleray.scheduler.running import InFlightStep
 
@@ -92,17 +93,19 @@ class Quarantine:
 
 
 class Backlog:
-    """The requests without a row, in three queues: requests that may be admitted, suspects that wait for their turn,
-    and requests that are held back because the engine only finishes those under way."""
+    """The requests without a row, in four queues: requests that may be admitted, those whose grammar is being compiled,
+    suspects that wait for their turn, and requests that are held back because the engine only finishes those under
+    way."""
 
     def __init__(self) -> None:
         self._admissible = WaitingQueue()
         self._quarantine = Quarantine()
         self._held_back = WaitingQueue()
+        self._unprepared: dict[Grammar, list[Request]] = {}
         self._holds_back = False
 
     def __len__(self) -> int:
-        return len(self._held_back) + self.num_to_admit
+        return len(self._held_back) + self._num_unprepared + self.num_to_admit
 
     @property
     def num_to_admit(self) -> int:
@@ -113,7 +116,20 @@ class Backlog:
     def num_deferred(self) -> int:
         """Number of requests that room alone does not admit: suspects that wait for their turn, and requests that are
         held back."""
-        return len(self._held_back) + len(self._quarantine)
+        return len(self._held_back) + len(self._quarantine) + self._num_unprepared
+
+    @property
+    def unprepared(self) -> tuple[Grammar, ...]:
+        """Grammars that requests wait for."""
+        return tuple(self._unprepared)
+
+    def push_unprepared(self, request: Request, grammar: Grammar) -> None:
+        """Add a new request that waits for its grammar."""
+        self._unprepared.setdefault(grammar, []).append(request)
+
+    def pop_unprepared(self, grammar: Grammar) -> list[Request]:
+        """Remove and return the requests that wait for a grammar, in order of arrival."""
+        return self._unprepared.pop(grammar, [])
 
     def push(self, request: Request) -> None:
         """Add a request that is new, or was preempted."""
@@ -138,9 +154,25 @@ class Backlog:
 
     def on_finished(self, request: Request, *, has_row: bool) -> None:
         """Remove a request that finished or was aborted. One with a row is in no queue."""
+        if self._remove_unprepared(request):
+            return
         was_quarantined = request.is_suspect and self._quarantine.remove(request)
         if not has_row and not was_quarantined:
             (self._held_back if request in self._held_back else self._admissible).remove(request)
+
+    def _remove_unprepared(self, request: Request) -> bool:
+        grammar = request.sampling.grammar
+        requests = [] if grammar is None else self._unprepared.get(grammar, [])
+        if request not in requests:
+            return False
+        requests.remove(request)
+        if not requests:
+            self._unprepared.pop(grammar)
+        return True
+
+    @property
+    def _num_unprepared(self) -> int:
+        return sum(map(len, self._unprepared.values()))
 
     def hold_back(self) -> None:
         """Admit only requests that are under way until `release`."""

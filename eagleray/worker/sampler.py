@@ -24,6 +24,7 @@ from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import RowFailure
 from eagleray.worker.downloads import HostArray
+from eagleray.worker.grammar_rows import GrammarRows, PendingMasks
 from eagleray.worker.logprobs import RAW_LOGPROBS, ScoreKind, sample_logprobs
 from eagleray.worker.random_sampler import RandomSampler, uniform
 from eagleray.worker.sampling_state import SamplingFeature, SamplingState
@@ -109,6 +110,7 @@ class HostPlan(NamedTuple):
 
     rows: IntArray
     positions: IntArray
+    masks: PendingMasks | None = None
     words: Int32Array = np.empty(0, np.int32)
 
 
@@ -166,18 +168,30 @@ class HostSampler(TokenSampler[HostPlan]):
 
     last_tokens = None
 
-    def __init__(self, state: SamplingState, ranking: Ranking, reported_kind: ScoreKind = RAW_LOGPROBS) -> None:
+    def __init__(
+        self,
+        state: SamplingState,
+        ranking: Ranking,
+        reported_kind: ScoreKind = RAW_LOGPROBS,
+        grammars: GrammarRows | None = None,
+    ) -> None:
         self._state = state
         self._ranking = ranking
+        self._grammars = grammars
         self._kind = reported_kind
         self._device = state.device
         self._random: RandomSampler | None = None  # made when first needed, because it has large buffers
 
     def add_row(self, row: int, sampling: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         self._state.add_row(row, sampling, token_ids, num_prompt_tokens)
+        if sampling.grammar is not None:
+            assert self._grammars is not None, "the model has no tokenizer, so its requests have no grammars"
+            self._grammars.add_row(row, sampling.grammar, token_ids[num_prompt_tokens:])
 
     def free_row(self, row: int) -> None:
         self._state.free_row(row)
+        if self._grammars is not None:
+            self._grammars.free_row(row)
 
     def warm_up(self, num_rows: int, *, num_logprobs: int) -> None:
         """Make the buffers of draws on a GPU, whose cache is sized afterwards. There is nothing to compile."""
@@ -185,17 +199,21 @@ class HostSampler(TokenSampler[HostPlan]):
             self._random = self._make_random()
 
     def prepare(self, rows: IntArray, positions: IntArray) -> HostPlan:
-        return HostPlan(rows, positions)
+        return HostPlan(rows, positions, None if self._grammars is None else self._grammars.begin_masks(rows))
 
     def launch(self, logits: Tensor, plan: HostPlan, words: Tensor) -> SamplingStep:
-        sampled = self.sample(logits, plan.rows, plan.positions)
+        sampled = self.sample(logits, plan.rows, plan.positions, plan.masks)
         self._state.append_tokens(sampled.rows, sampled.token_ids)
+        if self._grammars is not None:
+            self._grammars.append_tokens(sampled.rows, sampled.token_ids)
         return _KnownTokens(sampled)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: IntArray, positions: IntArray) -> Sampled:
-        """Choose a token for each row and leave the sampling state unchanged. For the parameters see `prepare` and
-        `launch`."""
+    def sample(
+        self, logits: Tensor, rows: IntArray, positions: IntArray, masks: PendingMasks | None = None
+    ) -> Sampled:
+        """Choose a token for each row and leave the sampling state unchanged. `masks`: those of the grammars. For the
+        other parameters see `prepare` and `launch`."""
         use = self._state.use[rows]
         step = _Batch(rows, positions, use, int(np.bitwise_or.reduce(use)))
         chosen, highest = self._ranking.first(logits)
@@ -203,9 +221,10 @@ class HostSampler(TokenSampler[HostPlan]):
         reported = step.logit_indices(SamplingFeature.LOGPROBS)
         raw = logits if self._kind.is_processed else self._raw(logits, reported, step)
         if step.used & SamplingFeature.ADJUSTED:
+            refused = {} if masks is None else self._apply_masks(logits, masks)
             self._adjust(logits, step)
             chosen, highest = self._ranking.first(logits)
-            failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | failed
+            failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | refused | failed
         if step.used & SamplingFeature.RANDOM:
             self._draw(logits, highest, step, out=chosen)
         drawn = chosen
@@ -223,6 +242,12 @@ class HostSampler(TokenSampler[HostPlan]):
         if len(reported) == 0 or (len(reported) == len(logits) and not step.used & SamplingFeature.ADJUSTED):
             return logits
         return logits[self._tensor(reported)]
+
+    def _apply_masks(self, logits: Tensor, masks: PendingMasks) -> dict[int, str]:
+        """Forbid what the grammars do not allow. Returns the reasons of the matchers that failed, by logit index."""
+        words, failed = masks.wait()
+        self._ranking.keep_allowed(logits, self._tensor(masks.indices), self._tensor(words))
+        return failed
 
     def _adjust(self, logits: Tensor, step: _Batch) -> None:
         state = self._state

@@ -36,7 +36,8 @@ class SamplingFeature(enum.IntFlag):
     PENALTIES = enum.auto()
     LOGPROBS = enum.auto()
     FORCED = enum.auto()
-    ADJUSTED = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTIES
+    GRAMMAR = enum.auto()
+    ADJUSTED = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTIES | GRAMMAR
     """All features that change logits."""
 
 
@@ -177,5 +178,6 @@ def features_of(sampling: Sampling) -> int:
         SamplingFeature.PENALTIES: is_penalised,
         SamplingFeature.LOGPROBS: sampling.logprobs is not None or bool(sampling.logprob_token_ids),
         SamplingFeature.FORCED: bool(sampling.forced_token_ids),
+        SamplingFeature.GRAMMAR: sampling.grammar is not None,
     }
     return int(sum(use for use, is_used in uses.items() if is_used))

@@ -53,6 +53,8 @@ from eagleray.worker.memory import (
     wait_for_weights,
 )
 from eagleray.worker.rehearsal import rehearse
+from eagleray.worker.grammar_rows import GrammarRows
+from eagleray.worker.grammars import WorkerGrammars
 from eagleray.worker.sampler import HostSampler, IdleSampler, TokenSampler
 from eagleray.worker.sampling_state import SamplingState
 
@@ -315,7 +317,12 @@ def _free_bytes(device: torch.device) -> int:
     return free
 
 
-def sampler_of(model: Model, num_rows: int, reported_kind: ScoreKind = RAW_LOGPROBS) -> TokenSampler[Any]:
+def sampler_of(
+    model: Model,
+    num_rows: int,
+    reported_kind: ScoreKind = RAW_LOGPROBS,
+    grammars: WorkerGrammars | None = None,
+) -> TokenSampler[Any]:
     """Return the sampler of the device that computes the model. Ranks that do not sample need none on a GPU, and those
     of a pooling model none anywhere."""
     if model.spec.pools:
@@ -327,4 +334,5 @@ def sampler_of(model: Model, num_rows: int, reported_kind: ScoreKind = RAW_LOGPR
             num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device, reported_kind=reported_kind
         )
     state = SamplingState(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device)
-    return HostSampler(state, model.ranking, reported_kind)
+    rows = None if grammars is None else GrammarRows(grammars, vocab_size=model.spec.vocab_size)
+    return HostSampler(state, model.ranking, reported_kind, rows)

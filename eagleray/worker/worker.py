@@ -16,7 +16,8 @@ import numpy as np
 from eagleray.config.resolve import logprobs_limit
 from eagleray.config.sections import Config, ExecutionConfig
 from eagleray.errors import ChannelClosed, ConfigError, ExpertGroupBroken
-from eagleray.hub.locate import weight_dir
+from eagleray.grammars.matcher import GrammarCompiler
+from eagleray.hub.locate import tokenizer_dir, weight_dir
 from eagleray.hub.pooling import find_pooling
 from eagleray.identity import WorkerId
 from eagleray.kernels.kv_cache import KVCache
@@ -24,6 +25,7 @@ from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
 from eagleray.messages.control import SleepTag
 from eagleray.messages.failure import Ended, Failure
+from eagleray.messages.grammars import Grammar
 from eagleray.messages.steps import (
     AdapterWritten,
     AllocateCache,
@@ -32,6 +34,7 @@ from eagleray.messages.steps import (
     CallExtension,
     EngineOpened,
     ExtensionReturned,
+    GrammarPrepared,
     GroupOpened,
     JoinGroup,
     LoadModel,
@@ -39,6 +42,7 @@ from eagleray.messages.steps import (
     MeasureMemory,
     MemoryMeasured,
     OpenGroup,
+    PrepareGrammar,
     ReadExpertLoad,
     Reply,
     SleepWorker,
@@ -61,6 +65,7 @@ from eagleray.process.gc_freeze import freeze_gc
 from eagleray.transport.message_queue_peer import MessageQueuePeer
 from eagleray.worker.adapters import write_adapter
 from eagleray.worker.downloads import downloads_of
+from eagleray.worker.grammars import WorkerGrammars
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.logprobs import ScoreKind
 from eagleray.worker.memory import check_cache_fits, host_free_bytes, total_bytes
@@ -121,7 +126,7 @@ class Worker:
         if isinstance(call.body, OpenGroup):
             # On a GPU, steps in flight may wait forever for a rank of another host, until their group is left.
             self._break_steps("its group was left")
-        if not isinstance(call.body, StepPlan | PollTransfer):
+        if not isinstance(call.body, StepPlan | PollTransfer | PrepareGrammar):
             replies = self._finish_all()
         if self._has_failed:
             return replies
@@ -201,6 +206,8 @@ class Worker:
                 return state.transfer_weights(body)
             case ServingWorker(), WriteAdapter():
                 return state.write_adapter(body)
+            case ServingWorker(), PrepareGrammar(grammar):
+                return state.prepare_grammar(grammar)
             case ServingWorker(), OpenGroup("expert", epoch):
                 return state.open_expert_group(epoch)
             case ServingWorker(), JoinGroup("expert", epoch, members):
@@ -249,7 +256,8 @@ class ServingWorker:
         )
         cache = KVCache.allocate(shape, num_blocks=num_blocks, dtype=model.cache_dtype, device=model.device)
         reported_kind = ScoreKind.of(config.model.logprobs_mode)
-        sampler = sampler_of(model, num_rows, reported_kind)
+        self._grammars = _grammars_of(loaded)
+        sampler = sampler_of(model, num_rows, reported_kind, self._grammars)
         limits = loaded.limits(max_num_batched_tokens)
         model.warm_up(cache, limits, sampler.last_tokens)
         sampler.warm_up(num_rows, num_logprobs=logprobs_limit(config.model, model.spec.vocab_size))
@@ -344,6 +352,10 @@ class ServingWorker:
     def write_adapter(self, call: WriteAdapter) -> AdapterWritten:
         return write_adapter(self._model, call)
 
+    def prepare_grammar(self, grammar: Grammar) -> GrammarPrepared:
+        """Compile a grammar beside the steps, if this rank samples."""
+        return GrammarPrepared(is_done=True) if self._grammars is None else self._grammars.prepare(grammar)
+
     def _prepare_update(self, execution: ExecutionConfig) -> None:
         """Request memory for new weights while steps go on."""
         if execution.weight_update == "staged" and self._memory.has_weights:
@@ -373,6 +385,26 @@ class ServingWorker:
         self._prefaulter.close()
         self._model.close()  # before the groups, see there
         self._groups.close()
+
+
+def _grammars_of(loaded: LoadedWorker) -> WorkerGrammars | None:
+    """Return the grammars of a rank that samples."""
+    model, config = loaded.model, loaded.setup.config.model
+    if not model.groups.is_sampling or model.spec.pools:
+        return None
+
+    def load() -> GrammarCompiler:
+        # loaded when first needed
+        from eagleray.client.text.tokenizer import Tokenizer
+        from eagleray.grammars.llguidance_compiler import LLGuidanceCompiler
+
+        return LLGuidanceCompiler(
+            (tokenizer := Tokenizer.load(tokenizer_dir(config))).to_json(),
+            vocab_size=model.spec.vocab_size,
+            eos_token_ids=tokenizer.eos_token_ids,
+        )
+
+    return WorkerGrammars(load)
 
 
 def _pooler_of(loaded: LoadedWorker) -> Pooler | None:

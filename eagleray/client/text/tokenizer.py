@@ -138,6 +138,10 @@ class Tokenizer:
                     return list(encoding.offsets)
         return None
 
+    def to_json(self) -> str:
+        """Return the tokenizer as a tokenizer.json, with the tokens that other files add."""
+        return self._backend.to_str()
+
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of `text`, without special ones. Releases the GIL.
 

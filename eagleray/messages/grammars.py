@@ -1,0 +1,23 @@
+"""The grammar of a completion, as it travels from the client to the worker that samples."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+GrammarKind = Literal["json_schema", "regex", "choice", "ebnf", "structural_tag"]
+GrammarBackend = Literal["llguidance", "xgrammar"]
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The set of texts that a completion may be. Equal grammars have equal fields, so that one is compiled once."""
+
+    kind: GrammarKind
+    source: str
+    """The schema as JSON, the regular expression, the list of choices as JSON, the rules of an EBNF grammar, or the
+    structural tag as JSON."""
+    backend: GrammarBackend = "llguidance"
+    """Library that compiles it, chosen by the client."""
+    whitespace: str = ""
+    """Regular expression of the white space between elements of JSON; empty allows none."""

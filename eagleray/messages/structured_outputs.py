@@ -1,0 +1,67 @@
+"""The constraint of a completion as users write it, with the names of vLLM."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import Any
+
+import msgspec
+
+from eagleray.errors import InvalidRequest
+from eagleray.messages.grammars import Grammar, GrammarKind
+
+PARAM = "structured_outputs"
+
+DEFAULT_WHITESPACE = r"[ \n\t]{0,16}"
+"""White space between elements of JSON: enough for indented text, too little to wander in until `max_tokens`."""
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the text of a completion may be: exactly one of the first six fields. Raises `InvalidRequest`."""
+
+    json: str | dict[str, Any] | bool | None = None
+    """JSON schema, as a mapping or as its text."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """Grammar in EBNF: Lark's form, or that of GBNF."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    structural_tag: str | None = None
+    """JSON of texts that begin and end constrained parts of a free text."""
+    disable_any_whitespace: bool = False
+    """Whether JSON has no white space between elements."""
+    disable_additional_properties: bool = False
+    """Whether objects have only the properties that the schema names."""
+    whitespace_pattern: str | None = None
+    """Regular expression of the white space between elements of JSON."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise InvalidRequest(f"`{PARAM}` needs exactly one of {', '.join(KINDS)}, but it has {found}", param=PARAM)
+
+    def to_grammar(self, default_whitespace: str = DEFAULT_WHITESPACE) -> Grammar:
+        """Return the grammar. Raises `InvalidRequest` for a value that is no constraint of its kind."""
+        whitespace = default_whitespace if self.whitespace_pattern is None else self.whitespace_pattern
+        if self.disable_any_whitespace:
+            whitespace = ""
+        kind, source = self._kind_and_source()
+        return Grammar(kind=kind, source=source, whitespace=whitespace if kind == "json_schema" else "")
+
+    def _kind_and_source(self) -> tuple[GrammarKind, str]:
+        if self.json_object:
+            return "json_schema", '{"type":"object"}'
+        if self.json is not None:
+            return "json_schema", self.json if isinstance(self.json, str) else json_module.dumps(self.json)
+        if self.regex is not None:
+            return "regex", self.regex
+        if self.choice is not None:
+            return "choice", json_module.dumps(self.choice)
+        if self.grammar is not None:
+            return "ebnf", self.grammar
+        assert self.structural_tag is not None
+        return "structural_tag", self.structural_tag
