@@ -89,8 +89,7 @@ def _other_sampling(kind: str) -> Feature:
 
 # Fields of other engines that change the tokens: whoever sends them would get other answers than expected.
 OTHER_ENGINES: Mapping[str, Fate] = {
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), refused(STRUCTURED_OUTPUTS)),
-    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), ACCEPTED),
+    "guided_decoding_backend": ACCEPTED,
     **dict.fromkeys(("regex", "ebnf", "json_schema", "grammar", "structural_tag"), refused(STRUCTURED_OUTPUTS, "")),
     "stop_regex": refused(STOP_REGEX, "", []),
     "lora_path": refused(ADAPTER),
@@ -121,8 +120,6 @@ COMMON: Mapping[str, Fate] = {
     "early_stopping": refused(BEAM_SEARCH, False),
     "spaces_between_special_tokens": ACCEPTED,
     "trace_decode_token_ids": refused(GIVEN_TOKENS, []),
-    "response_format": refused(RESPONSE_FORMAT, {"type": "text"}),
-    "structured_outputs": refused(STRUCTURED_OUTPUTS),
     "include_reasoning": refused(REASONING, True),
     "separate_reasoning": refused(REASONING, False),
     "thinking_token_budget": refused(THINKING_BUDGET, -1),

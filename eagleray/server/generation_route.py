@@ -47,6 +47,7 @@ from eagleray.server.http_responses import (
 from eagleray.server.load_header import FORMAT_HEADER, LOAD_HEADERS, load_header
 from eagleray.server.logprobs import LogprobsCollector, PromptLogprobList, encoded_prompt_logprobs
 from eagleray.server.service import Service
+from eagleray.server.structured_outputs import ConstraintFields, constraint_of
 
 
 class GenerationFields(OptionFields, Protocol):
@@ -201,6 +202,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(self.body, name, None)) is not None}
         if self.service.reports_routed_experts:
             given.setdefault("return_routed_experts", True)
+        if isinstance(self.body, ConstraintFields) and (constraint := constraint_of(self.body)) is not None:
+            given["structured_outputs"] = constraint
         return make_sampling(self.service.default_sampling | given | decided)
 
     async def respond(self) -> Any:

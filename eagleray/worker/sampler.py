@@ -350,7 +350,7 @@ def gather_sampled(
         token_ids=[token_ids[index] for index in sampled],
         logprobs={rows[index]: reports[rows[index]] for index in sampled if rows[index] in reports},
         failures=[
-            RowFailure(rows[index], message, is_user_error=message == NOTHING_LEFT)
+            RowFailure(rows[index], message, is_user_error=message != NOT_FINITE)
             for index, message in sorted(failed.items())
         ],
     )

@@ -14,16 +14,16 @@ from eagleray.server.fields import (
     Priority,
     PromptField,
     RequestId,
-    SamplingFields,
     SessionId,
     StreamOptions,
     Timeout,
     TruncationLimit,
 )
 from eagleray.server.routed_experts import RoutedExpertsFormat
+from eagleray.server.structured_outputs import ConstraintFields
 
 
-class OpenAIRequest(SamplingFields, kw_only=True):
+class OpenAIRequest(ConstraintFields, kw_only=True):
     """The fields that both bodies have."""
 
     model: ModelName = None
