@@ -43,6 +43,14 @@ class NativeRanking(Ranking):
         self._library.er_top_k(logits.data_ptr(), size, n, size, k, *outputs, memory, threads)
         return ids.long()
 
+    def keep_allowed(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        if not logits.is_contiguous():
+            super().keep_allowed(logits, rows, masks)
+            return
+        size, num_rows = logits.shape[1], len(rows)
+        pointers = logits.data_ptr(), size, rows.data_ptr()
+        self._library.er_keep_allowed(*pointers, num_rows, size, masks.data_ptr(), self._threads(num_rows))
+
     def _threads(self, num_rows: int) -> int:
         return self._num_threads if num_rows > SINGLE_THREAD_ROWS else 1
 

@@ -91,3 +91,19 @@ def test_ranking_large_vocabulary_equals_plain_torch(library: ctypes.CDLL) -> No
 def test_ranking_without_rows_does_nothing(library: ctypes.CDLL) -> None:
     assert top_k(library, torch.empty(0, 100), 5, 2)[0].shape == (0, 5)
     assert argmax(library, torch.empty(0, 100), 2)[0].shape == (0,)
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 4096, 4100, 9001])
+def test_keep_allowed_masks_of_some_rows_as_torch(library: ctypes.CDLL, size: int) -> None:
+    torch.manual_seed(size)
+    logits = torch.randn(6, size)
+    rows = torch.tensor([4, 0, 5])
+    masks = torch.randint(-(2**31), 2**31, (3, -(-size // 32)), dtype=torch.int64).to(torch.int32)
+    masks[1] = -1
+    masks[2, ::2] = 0
+    expected = logits.clone()
+    Ranking().keep_allowed(expected, rows, masks)
+    library.er_keep_allowed(logits.data_ptr(), size, rows.data_ptr(), 3, size, masks.data_ptr(), 2)
+    assert torch.equal(logits, expected)
+    allowed = [[bool(int(word) >> bit & 1) for word in masks[0] for bit in range(32)][:size]]
+    assert torch.equal(logits[4].isneginf().logical_not(), torch.tensor(allowed)[0])

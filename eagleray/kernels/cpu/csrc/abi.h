@@ -225,6 +225,10 @@ int64_t er_ranking_scratch_size(int64_t num_rows, int64_t size);
 void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids, float* values,
                void* scratch, int num_threads);
 
+// masks: [num_rows, ceil(size / 32)], one bit for each logit; the logits of row rows[i] whose bit is 0 become -inf.
+void er_keep_allowed(float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
+                     const int32_t* masks, int num_threads);
+
 // ids, values: [num_rows, k], k at most MAX_TOP_K
 void er_top_k(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k, int32_t* ids,
               float* values, void* scratch, int num_threads);

@@ -126,6 +126,32 @@ void top_k_of_row(const float* row, int64_t size, const int32_t* highest, int64_
   }
 }
 
+// ---- masks
+
+constexpr int64_t MASK_BITS = 32;
+
+Ints bits_of_lanes(int64_t first) {
+  Ints bits;
+  for (int lane = 0; lane < LANES; lane++) bits[lane] = int32_t(uint32_t(1) << (first + lane));
+  return bits;
+}
+
+// begin, end: logits of the row; begin is a multiple of MASK_BITS.
+void keep_allowed_of_piece(float* x, int64_t begin, int64_t end, const uint32_t* mask) {
+  static_assert(MASK_BITS % LANES == 0 && PIECE % MASK_BITS == 0);
+  const Floats nothing = Floats{} - INFINITY;
+  for (; begin + MASK_BITS <= end; begin += MASK_BITS) {
+    uint32_t word = mask[begin / MASK_BITS];
+    if (word == UINT32_MAX) continue;
+    for (int64_t first = 0; first < MASK_BITS; first += LANES) {
+      Ints forbidden = ((Ints{} + int32_t(word)) & bits_of_lanes(first)) == 0;
+      store(x + begin + first, forbidden ? nothing : load(x + begin + first));
+    }
+  }
+  for (; begin < end; begin++)
+    if (!(mask[begin / MASK_BITS] >> begin % MASK_BITS & 1)) x[begin] = -INFINITY;
+}
+
 }  // namespace
 
 int64_t ranking_scratch_size(int64_t num_rows, int64_t size) {
@@ -164,6 +190,15 @@ void top_k(Team& team, const float* logits, int64_t stride, int64_t num_rows, in
   });
 }
 
+void keep_allowed(Team& team, float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
+                  const int32_t* masks) {
+  int64_t words = count_of(size, MASK_BITS);
+  for_pieces(team, num_rows, size, [&](int64_t, Piece piece) {
+    const uint32_t* mask = reinterpret_cast<const uint32_t*>(masks) + piece.row * words;
+    keep_allowed_of_piece(logits + rows[piece.row] * stride, piece.begin, piece.begin + piece.size, mask);
+  });
+}
+
 }  // namespace eagleray
 
 using namespace eagleray;
@@ -175,6 +210,11 @@ int64_t er_ranking_scratch_size(int64_t num_rows, int64_t size) { return ranking
 void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids, float* values,
                void* scratch, int num_threads) {
   run_team(num_threads, [&](Team& team) { argmax(team, logits, stride, num_rows, size, ids, values, scratch); });
+}
+
+void er_keep_allowed(float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
+                     const int32_t* masks, int num_threads) {
+  run_team(num_threads, [&](Team& team) { keep_allowed(team, logits, stride, rows, num_rows, size, masks); });
 }
 
 void er_top_k(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k, int32_t* ids,

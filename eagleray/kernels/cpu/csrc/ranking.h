@@ -21,6 +21,10 @@ void argmax(Team& team, const float* logits, int64_t stride, int64_t num_rows, i
 void top_k(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k,
            int32_t* ids, float* values, void* scratch);
 
+// Set the logits of row rows[i] whose bit in masks[i] is 0 to minus infinity. masks: [num_rows, ceil(size / 32)].
+void keep_allowed(Team& team, float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
+                  const int32_t* masks);
+
 // ---- integers whose order is that of the logits
 
 inline int32_t order_key(float x) {
