@@ -35,7 +35,9 @@ class EngineGrammars:
                     self._calls[grammar] = self._ask(grammar)
                     continue
                 del self._calls[grammar]
-                chunks += self._core.scheduler.on_grammar_prepared(grammar, None if failure is None else failure.message)
+                chunks += self._core.scheduler.on_grammar_prepared(
+                    grammar, None if failure is None else failure.message
+                )
         return chunks
 
     def _ask(self, grammar: Grammar) -> PendingCall[GrammarPrepared]:

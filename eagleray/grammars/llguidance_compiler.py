@@ -112,10 +112,10 @@ def _definition(grammar: Grammar) -> str:
         case "ebnf":
             return grammar_from("grammar", grammar.source)
         case "structural_tag":
-            raise NotImplementedError
+            raise InvalidRequest("structural tags are not supported yet", param=PARAM)
 
 
-def _json_options(whitespace: str) -> dict[str, Any]:
+def _json_options(whitespace: str) -> Any:
     return {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
 
 

@@ -162,8 +162,7 @@ class Backlog:
 
     def _remove_unprepared(self, request: Request) -> bool:
         grammar = request.sampling.grammar
-        requests = [] if grammar is None else self._unprepared.get(grammar, [])
-        if request not in requests:
+        if grammar is None or request not in (requests := self._unprepared.get(grammar, [])):
             return False
         requests.remove(request)
         if not requests:

@@ -18,9 +18,9 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
     name: str = ""
     description: str | None = None
-    schema_: Annotated[
-        dict[str, Any] | bool | None, Meta(description="Default: any JSON object.")
-    ] = msgspec.field(default=None, name="schema")
+    schema_: Annotated[dict[str, Any] | bool | None, Meta(description="Default: any JSON object.")] = msgspec.field(
+        default=None, name="schema"
+    )
     strict: Annotated[bool | None, Meta(description="No effect: every answer follows its schema.")] = None
 
 

@@ -209,9 +209,7 @@ class HostSampler(TokenSampler[HostPlan]):
         return _KnownTokens(sampled)
 
     @torch.inference_mode()
-    def sample(
-        self, logits: Tensor, rows: IntArray, positions: IntArray, masks: PendingMasks | None = None
-    ) -> Sampled:
+    def sample(self, logits: Tensor, rows: IntArray, positions: IntArray, masks: PendingMasks | None = None) -> Sampled:
         """Choose a token for each row and leave the sampling state unchanged. `masks`: those of the grammars. For the
         other parameters see `prepare` and `launch`."""
         use = self._state.use[rows]

@@ -39,6 +39,8 @@ from eagleray.parallel.groups import Groups, OpenedGroups, listen_address
 from eagleray.parallel.mesh import EnginePosition, Mesh
 from eagleray.worker.device import choose_device, set_threads
 from eagleray.worker.extension import Extension
+from eagleray.worker.grammar_rows import GrammarRows
+from eagleray.worker.grammars import WorkerGrammars
 from eagleray.worker.loading_bar import LoadingBar
 from eagleray.worker.logprobs import RAW_LOGPROBS, ScoreKind
 from eagleray.worker.memory import (
@@ -53,8 +55,6 @@ from eagleray.worker.memory import (
     wait_for_weights,
 )
 from eagleray.worker.rehearsal import rehearse
-from eagleray.worker.grammar_rows import GrammarRows
-from eagleray.worker.grammars import WorkerGrammars
 from eagleray.worker.sampler import HostSampler, IdleSampler, TokenSampler
 from eagleray.worker.sampling_state import SamplingState
 

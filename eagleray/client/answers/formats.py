@@ -1,0 +1,50 @@
+"""The interface of the formats in which models write tool calls and reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from eagleray.client.answers.parts import Splitter
+from eagleray.client.answers.tools import Tool, ToolChoice
+
+StructuralFormat = dict[str, Any]
+"""A value of the field `format` of a structural tag: which texts are allowed, see docs/structured_outputs.md."""
+
+
+class ToolFormat(Protocol):
+    """One format of tool calls. Stateless; a splitter has the state of one answer."""
+
+    name: str
+    """Name of the parser in vLLM, for `--tool-call-parser`."""
+    markers: tuple[str, ...]
+    """Texts that delimit calls. Those that are special tokens of a tokenizer are decoded, although others are not."""
+
+    def fits_template(self, template: str) -> bool:
+        """Whether a chat template shows calls in this format, as its markers tell."""
+
+    def splitter(self, tools: Sequence[Tool]) -> Splitter:
+        """Return a splitter for one answer, or for the part of one after its reasoning."""
+
+    def constraint(self, tools: Sequence[Tool], choice: ToolChoice) -> StructuralFormat | None:
+        """Return the constraint of the text (after the reasoning) that makes calls follow the schemas of their tools:
+        of every tool with the choice `required`, of strict tools with `auto`. None if all texts are allowed."""
+
+
+class ReasoningFormat(Protocol):
+    """One format of reasoning."""
+
+    name: str
+    """Name of the parser in vLLM, for `--reasoning-parser`."""
+    start: str
+    end: str
+    """Markers around the reasoning, which belong to neither part."""
+
+    def fits_template(self, template: str) -> bool:
+        """Whether the chat template belongs to a model that reasons in this format."""
+
+    def begins_reasoning(self, prompt: str) -> bool:
+        """Whether the answer to this prompt begins with reasoning, without a start marker of its own."""
+
+    def splitter(self, prompt: str, rest: Splitter) -> Splitter:
+        """Return a splitter for the answer to a prompt, which gives the text after the reasoning to `rest`."""
