@@ -175,7 +175,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.seed == -1:
             self.seed = None
         if isinstance(self.structured_outputs, dict):
-            self.structured_outputs = msgspec.convert(self.structured_outputs, StructuredOutputsParams)
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         if isinstance(self.repetition_detection, dict):
             self.repetition_detection = _repetition_detection(self.repetition_detection)
         # As in vLLM, true asks for the likeliest token.

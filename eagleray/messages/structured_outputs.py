@@ -44,6 +44,16 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
             found = " and ".join(given) or "none of them"
             raise InvalidRequest(f"`{PARAM}` needs exactly one of {', '.join(KINDS)}, but it has {found}", param=PARAM)
 
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> StructuredOutputsParams:
+        """Return the constraint with these fields. Raises `InvalidRequest`."""
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, InvalidRequest):
+                raise error.__cause__ from None
+            raise InvalidRequest(f"`{PARAM}` is wrong: {error}", param=PARAM) from None
+
     def to_grammar(self, default_whitespace: str = DEFAULT_WHITESPACE) -> Grammar:
         """Return the grammar. Raises `InvalidRequest` for a value that is no constraint of its kind."""
         whitespace = default_whitespace if self.whitespace_pattern is None else self.whitespace_pattern

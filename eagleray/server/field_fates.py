@@ -44,13 +44,8 @@ def refused(feature: Feature, *off: Any, equal_to: str = "") -> Fate:
     return Fate("refuse", off, feature, equal_to)
 
 
-RESPONSE_FORMAT = Feature(
-    "structured outputs",
-    "leave it out, describe the form in the prompt and check the answer ('response_format' of type 'json_schema' is "
-    "not supported with this model)",  # LangChain looks for this text
-)
 STRUCTURED_OUTPUTS = Feature(
-    "structured outputs", "leave it out, describe the form in the prompt and check the answer, or use a stop string"
+    "structured outputs by this name", "use `response_format` or `structured_outputs` of /v1/chat/completions"
 )
 TOOL_CALLS = Feature("tool calls", "leave them out, or give `tool_choice` none for an answer in text")
 BEAM_SEARCH = Feature("beam search", "leave it out; `n` with a temperature gives several completions")
@@ -86,6 +81,16 @@ def _renamed(name: str) -> Feature:
 def _other_sampling(kind: str) -> Feature:
     return Feature(kind, "leave it out and use `temperature`, `top_p`, `top_k` or `min_p`")
 
+
+UNCONSTRAINED: Mapping[str, Fate] = {
+    "response_format": refused(STRUCTURED_OUTPUTS, {"type": "text"}),
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        refused(STRUCTURED_OUTPUTS),
+    ),
+    "guided_whitespace_pattern": ACCEPTED,
+}
+"""Constraints of answers, on routes without `ConstraintFields`."""
 
 # Fields of other engines that change the tokens: whoever sends them would get other answers than expected.
 OTHER_ENGINES: Mapping[str, Fate] = {
@@ -191,7 +196,7 @@ GENERATE_FATES: Mapping[str, Fate] = {
     "sampling_params.best_of": refused(BEST_OF, 1, equal_to="n"),
     "sampling_params.use_beam_search": refused(BEAM_SEARCH, False),
     "sampling_params.length_penalty": refused(BEAM_SEARCH, 1.0),
-    "sampling_params.structured_outputs": refused(STRUCTURED_OUTPUTS),
+    **{f"sampling_params.{name}": fate for name, fate in UNCONSTRAINED.items()},
     "sampling_params.thinking_token_budget": refused(THINKING_BUDGET, -1),
     "sampling_params.extra_args": refused(PLUGINS, {}),
     "sampling_params.watermarking": refused(WATERMARK, False),

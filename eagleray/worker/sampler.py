@@ -110,8 +110,8 @@ class HostPlan(NamedTuple):
 
     rows: IntArray
     positions: IntArray
-    masks: PendingMasks | None = None
     words: Int32Array = np.empty(0, np.int32)
+    masks: PendingMasks | None = None
 
 
 class _KnownTokens:
@@ -199,7 +199,8 @@ class HostSampler(TokenSampler[HostPlan]):
             self._random = self._make_random()
 
     def prepare(self, rows: IntArray, positions: IntArray) -> HostPlan:
-        return HostPlan(rows, positions, None if self._grammars is None else self._grammars.begin_masks(rows))
+        masks = None if self._grammars is None else self._grammars.begin_masks(rows)
+        return HostPlan(rows, positions, masks=masks)
 
     def launch(self, logits: Tensor, plan: HostPlan, words: Tensor) -> SamplingStep:
         sampled = self.sample(logits, plan.rows, plan.positions, plan.masks)

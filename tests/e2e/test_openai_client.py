@@ -157,7 +157,7 @@ def test_completion_stop_string_ends_text_and_is_hidden(client):
         ({"prompt": ""}, "prompt"),
         ({"prompt": [1, 10_000_000]}, "prompt"),
         ({"prompt": [5] * 600}, "prompt"),
-        ({"extra_body": {"guided_json": {}}}, "guided_json"),
+        ({"extra_body": {"ebnf": "x"}}, "ebnf"),
         ({"suffix": "x"}, "suffix"),
     ],
 )

@@ -8,10 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
 from checkpoints import make_checkpoint
-
-from eagleray.errors import InvalidRequest
 
 ROOT = Path(__file__).parents[3]
 NAME_PATH = ROOT / "eagleray/compat/on_path"
@@ -68,11 +65,11 @@ def test_vllm_path_is_printed_by_its_module():
     assert Path(printed.stdout.strip()) == NAME_PATH
 
 
-def test_vllm_structured_outputs_are_refused():
-    from eagleray.compat.vllm.sampling_params import StructuredOutputsParams
+def test_vllm_structured_outputs_constrain_the_completion():
+    from eagleray.compat.vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-    with pytest.raises(InvalidRequest, match="structured outputs are not supported"):
-        StructuredOutputsParams(regex="a")
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    assert params.structured_outputs.to_grammar().source == "a"
 
 
 def test_vllm_program_generates_and_steers(tmp_path):

@@ -53,7 +53,7 @@ def test_field_fates_every_off_value_is_accepted_silently(api, path):
             assert response.status_code == 200, (name, value, response.text)
             assert "x-eagleray-ignored" not in response.headers
             tried += 1
-    assert tried > 100
+    assert tried > 90
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -103,7 +103,7 @@ class ChosenTokens:
 def use_fake_device(patch: pytest.MonkeyPatch, device: FakeDevice, *, depth: int = 2) -> None:
     """Have engines made from now on compute on `device`, with up to `depth` steps in flight."""
 
-    def sampler_of(model: Model, num_rows: int, reported_kind: ScoreKind) -> TokenSampler[Any]:
+    def sampler_of(model: Model, num_rows: int, reported_kind: ScoreKind, grammars: object = None) -> TokenSampler[Any]:
         return ArgmaxSampler(num_rows)
 
     patch.setattr("eagleray.models.registry.choose_backend", lambda *_, **__: TorchBackend())

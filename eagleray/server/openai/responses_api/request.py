@@ -16,6 +16,7 @@ from eagleray.server.field_fates import (
     MEDIA,
     SEVERAL_ANSWERS,
     STRUCTURED_OUTPUTS,
+    UNCONSTRAINED,
     Fate,
     Feature,
     refused,
@@ -141,6 +142,7 @@ INPUT_TOKENS_FATES: Mapping[str, Fate] = {
 RESPONSES_FATES: Mapping[str, Fate] = {
     **COMMON,
     **_INPUT_FATES,
+    **UNCONSTRAINED,
     "background": refused(BACKGROUND, False),
     "prompt": refused(PROMPT_TEMPLATES),
     "n": refused(SEVERAL_ANSWERS, 1),
