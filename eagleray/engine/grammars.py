@@ -17,11 +17,6 @@ class EngineGrammars:
         self._core = core
         self._calls: dict[Grammar, PendingCall[GrammarPrepared]] = {}
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether requests wait for their grammar."""
-        return bool(self._core.scheduler.unprepared_grammars)
-
     def advance(self) -> list[AddressedChunk]:
         """Ask the workers for the grammars that requests wait for. Returns the last chunks of those whose grammar
         cannot be compiled."""

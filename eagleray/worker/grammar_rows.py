@@ -26,16 +26,20 @@ class GrammarRows:
         self._vocab_size = vocab_size
         self._matchers: dict[int, Matcher] = {}
         self._thread: ThreadPoolExecutor | None = None  # made when first needed
+        self.has_rows = False
+        """Whether a row has a grammar, for callers that do nothing otherwise."""
 
     def add_row(self, row: int, grammar: Grammar, generated: Sequence[int]) -> None:
         """Follow `grammar` in this row, which has generated these tokens before."""
         matcher = self._grammars.get(grammar).matcher()
         matcher.accept(generated)
         self._matchers[row] = matcher
+        self.has_rows = True
 
     def free_row(self, row: int) -> None:
         """Drop the row's matcher. Does nothing for a row without one."""
         self._matchers.pop(row, None)
+        self.has_rows = bool(self._matchers)
 
     def begin_masks(self, rows: IntArray) -> PendingMasks | None:
         """Begin to compute the masks of `rows` [n]. Returns None if none of them has a grammar."""
@@ -50,10 +54,9 @@ class GrammarRows:
 
     def append_tokens(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
         """Go on by the token that was chosen for each of `rows`. Rows without a grammar are skipped."""
-        if self._matchers:
-            for row, token_id in zip(rows, token_ids, strict=True):
-                if (matcher := self._matchers.get(row)) is not None:
-                    matcher.accept([token_id])
+        for row, token_id in zip(rows, token_ids, strict=True):
+            if (matcher := self._matchers.get(row)) is not None:
+                matcher.accept([token_id])
 
     def close(self) -> None:
         """Stop the thread."""

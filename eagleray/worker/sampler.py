@@ -190,7 +190,7 @@ class HostSampler(TokenSampler[HostPlan]):
 
     def free_row(self, row: int) -> None:
         self._state.free_row(row)
-        if self._grammars is not None:
+        if self._grammars is not None and self._grammars.has_rows:
             self._grammars.free_row(row)
 
     def warm_up(self, num_rows: int, *, num_logprobs: int) -> None:
@@ -199,13 +199,14 @@ class HostSampler(TokenSampler[HostPlan]):
             self._random = self._make_random()
 
     def prepare(self, rows: IntArray, positions: IntArray) -> HostPlan:
-        masks = None if self._grammars is None else self._grammars.begin_masks(rows)
+        grammars = self._grammars
+        masks = grammars.begin_masks(rows) if grammars is not None and grammars.has_rows else None
         return HostPlan(rows, positions, masks=masks)
 
     def launch(self, logits: Tensor, plan: HostPlan, words: Tensor) -> SamplingStep:
         sampled = self.sample(logits, plan.rows, plan.positions, plan.masks)
         self._state.append_tokens(sampled.rows, sampled.token_ids)
-        if self._grammars is not None:
+        if self._grammars is not None and self._grammars.has_rows:
             self._grammars.append_tokens(sampled.rows, sampled.token_ids)
         return _KnownTokens(sampled)
 
