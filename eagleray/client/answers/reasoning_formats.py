@@ -1,0 +1,62 @@
+"""The formats of reasoning by name, and the one that fits a chat template."""
+
+from __future__ import annotations
+
+from eagleray.client.answers.formats import ReasoningFormat
+from eagleray.client.answers.marked_reasoning import MarkedReasoning
+from eagleray.errors import ConfigError
+
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    format.name: format
+    for format in (
+        MarkedReasoning(
+            name="mistral", start="[THINK]", end="[/THINK]", template_markers=("[THINK]",), strips_end=True
+        ),
+        MarkedReasoning(
+            name="seed_oss",
+            start="<seed:think>",
+            end="</seed:think>",
+            template_markers=("<seed:think>",),
+            interrupts=("<seed:tool_call>",),
+        ),
+        MarkedReasoning(
+            name="kimi_k2",
+            template_markers=("<|im_middle|>", "</think>"),
+            strips_end=True,
+            interrupts=("<|tool_calls_section_begin|>",),
+        ),
+        MarkedReasoning(
+            name="glm45",
+            template_markers=("<|observation|>", "</think>"),
+            strips_end=True,
+            interrupts=("<tool_call>",),
+        ),
+        MarkedReasoning(name="deepseek_v3", template_markers=("<｜Assistant｜>", "</think>", "thinking")),
+        MarkedReasoning(name="deepseek_r1", template_markers=("<｜Assistant｜>", "</think>"), is_implied=True),
+        MarkedReasoning(
+            name="qwen3",
+            template_markers=("<|im_start|>", "</think>"),
+            interrupts=("<tool_call>",),
+        ),
+        MarkedReasoning(name="think", template_markers=("</think>",)),
+    )
+}
+"""Formats by the names of their parsers in vLLM, in the order in which they are tried for a template; `think` is for
+further models that write <think>."""
+
+SAME_FORMATS = {"glm47": "glm45", "holo2": "deepseek_v3", "step3": "deepseek_r1"}
+"""Further names of formats."""
+
+
+def reasoning_format(name: str) -> ReasoningFormat:
+    """Return the format by one of its names. Raises `ConfigError`."""
+    found = REASONING_FORMATS.get(SAME_FORMATS.get(name, name))
+    if found is None:
+        known = ", ".join(sorted([*REASONING_FORMATS, *SAME_FORMATS]))
+        raise ConfigError(f"reasoning_parser: there is no format {name!r}; use auto, none or one of {known}")
+    return found
+
+
+def find_reasoning_format(template: str) -> ReasoningFormat | None:
+    """Return the format that a chat template shows; None if it shows no reasoning."""
+    return next((format for format in REASONING_FORMATS.values() if format.fits_template(template)), None)
