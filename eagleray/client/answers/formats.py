@@ -32,19 +32,32 @@ class ToolFormat(Protocol):
 
 
 class ReasoningFormat(Protocol):
-    """One format of reasoning."""
+    """One format of reasoning. Stateless; a splitter has the state of one answer."""
 
-    name: str
-    """Name of the parser in vLLM, for `--reasoning-parser`."""
-    start: str
-    end: str
-    """Markers around the reasoning, which belong to neither part."""
+    @property
+    def name(self) -> str:
+        """Name of the parser in vLLM, for `--reasoning-parser`."""
+        ...
+
+    @property
+    def start(self) -> str:
+        """Marker before the reasoning, which belongs to no part."""
+        ...
+
+    @property
+    def end(self) -> str:
+        """Marker after the reasoning. If it is a special token of a tokenizer, it is decoded, as the start marker
+        is."""
+        ...
 
     def fits_template(self, template: str) -> bool:
         """Whether the chat template belongs to a model that reasons in this format."""
+        ...
 
     def begins_reasoning(self, prompt: str) -> bool:
         """Whether the answer to this prompt begins with reasoning, without a start marker of its own."""
+        ...
 
     def splitter(self, prompt: str, rest: Splitter) -> Splitter:
         """Return a splitter for the answer to a prompt, which gives the text after the reasoning to `rest`."""
+        ...
