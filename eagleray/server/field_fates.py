@@ -196,7 +196,11 @@ GENERATE_FATES: Mapping[str, Fate] = {
     "sampling_params.best_of": refused(BEST_OF, 1, equal_to="n"),
     "sampling_params.use_beam_search": refused(BEAM_SEARCH, False),
     "sampling_params.length_penalty": refused(BEAM_SEARCH, 1.0),
-    **{f"sampling_params.{name}": fate for name, fate in UNCONSTRAINED.items()},
+    **{f"sampling_params.{name}": fate for name, fate in UNCONSTRAINED.items() if name != "structured_outputs"},
+    # written by vLLM's own class
+    **dict.fromkeys(
+        (f"sampling_params.structured_outputs.{name}" for name in ("_backend", "_backend_was_auto")), ACCEPTED
+    ),
     "sampling_params.thinking_token_budget": refused(THINKING_BUDGET, -1),
     "sampling_params.extra_args": refused(PLUGINS, {}),
     "sampling_params.watermarking": refused(WATERMARK, False),

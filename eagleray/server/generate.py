@@ -17,6 +17,7 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.structured_outputs import StructuredOutputsParams
 from eagleray.server.field_fates import GENERATE_FATES
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, ShortText, StreamOptions, Timeout
 from eagleray.server.generation import Generation, GenerationGroup, Usage, WeightVersionsField
@@ -60,6 +61,9 @@ class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = None
     prompt_logprob_start: Annotated[int | None, Meta(description="First position of the prompt that has a row.")] = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None, Meta(description="Constraint of the text. Needs the server's tokenizer.")
+    ] = None
     trace_decode_token_ids: Annotated[
         list[int] | None,
         Meta(description="Generate these tokens, and report what the model thinks of them. The last one is the end."),

@@ -166,7 +166,11 @@ class _FieldReader:
     def _convert(self, value: Any, kind: inspect.Type, annotation: Any, path: str) -> Any:
         struct = _struct_of(kind)
         if struct is not None and isinstance(value, dict):
-            return self.read_struct(struct, value, f"{path}.")
+            try:
+                return self.read_struct(struct, value, f"{path}.")
+            except InvalidRequest as error:  # fields that contradict each other
+                self._wrong.append(InvalidRequest(str(error), param=path))
+                return None
         try:
             try:
                 return msgspec.convert(value, annotation, str_keys=True)

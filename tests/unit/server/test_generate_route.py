@@ -309,10 +309,24 @@ def test_generate_scores_of_a_wrong_shape_are_refused(api, ids):
 
 
 def test_generate_several_reasons_are_named_in_one_error(api):
-    params = {"temperature": -1, "structured_outputs": {"json": {}}}
+    params = {"temperature": -1, "guided_json": {}}
     error = api.post(PATH, {"token_ids": [5], "sampling_params": params}).json()["error"]
-    assert (error["param"], error["code"]) == ("sampling_params.structured_outputs", "unsupported_parameter")
+    assert (error["param"], error["code"]) == ("sampling_params.guided_json", "unsupported_parameter")
     assert "`sampling_params.temperature`" in error["message"]
+
+
+def test_generate_structured_outputs_as_vllm_writes_them_constrain_the_text(api):
+    form = {"json": None, "regex": "a+", "disable_any_whitespace": False, "_backend": None, "_backend_was_auto": False}
+    generate(api, sampling_params={"structured_outputs": form})
+    grammar = api.engine.requests[-1].sampling.grammar
+    assert (grammar.kind, grammar.source) == ("regex", "a+")
+
+
+def test_generate_several_structured_outputs_are_refused_by_name(api):
+    params = {"structured_outputs": {"regex": "a", "choice": ["b"]}}
+    error = api.post(PATH, {"token_ids": [5], "sampling_params": params}).json()["error"]
+    assert error["param"] == "sampling_params.structured_outputs"
+    assert "regex and choice" in error["message"]
 
 
 def test_generate_stop_string_ends_the_token_ids(api):
