@@ -8,10 +8,12 @@ bounds the time that it takes and the text that it writes.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -25,7 +27,14 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from eagleray.client.text.conversation import check_messages, template_message
+from eagleray.client.text.call_history import arrange_calls
+from eagleray.client.text.conversation import (
+    check_messages,
+    has_call_with_reasoning_and_content,
+    lacks_description,
+    template_message,
+    template_tools,
+)
 from eagleray.client.text.template_form import ContentFormat, MessageForm, message_form
 from eagleray.config.json_files import read_bounded, shown
 from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
@@ -194,7 +203,7 @@ class _CompiledTemplate(NamedTuple):
         except (OverBudget, InvalidRequest):
             raise
         except Exception as error:
-            for form in _other_forms(messages, self.form):
+            for form in _other_forms(messages, variables["tools"], self.form):
                 try:
                     return self._render(messages, form, variables, budget, continues=continues)
                 except OverBudget:
@@ -212,9 +221,10 @@ class _CompiledTemplate(NamedTuple):
         *,
         continues: bool,
     ) -> str:
-        conversation = [template_message(message, form) for message in messages]
+        conversation = arrange_calls([template_message(message, form) for message in messages], form)
         final_text = _open_end(conversation) if continues else ""
-        text = _render(self.template, {**variables, "messages": conversation}, budget)
+        tools = template_tools(variables["tools"], form)
+        text = _render(self.template, {**variables, "messages": conversation, "tools": tools}, budget)
         return _cut(text, final_text) if continues else text
 
 
@@ -232,16 +242,22 @@ def _compile(source: str, content_format: ContentFormat) -> _CompiledTemplate:
         raise InvalidRequest("the chat template is nested too deeply", param="messages") from None
 
 
-def _other_forms(messages: Sequence[Mapping[str, Any]], form: MessageForm) -> Iterator[MessageForm]:
-    """Yield the forms in which these messages differ from `form`: without missing contents, and with text arguments."""
-    lacks_content = any(message.get("content") is None for message in messages)
-    has_calls = any(message.get("tool_calls") for message in messages)
-    if lacks_content:
-        yield form._replace(has_empty_content=True)
-    if has_calls:
-        yield form._replace(has_text_arguments=True)
-    if lacks_content and has_calls:
-        yield form._replace(has_empty_content=True, has_text_arguments=True)
+def _other_forms(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, form: MessageForm
+) -> Iterator[MessageForm]:
+    """Yield the other forms that these messages and tools can have, with the fewest differences to `form` first."""
+    differences: list[dict[str, bool]] = []
+    if any(message.get("content") is None for message in messages):
+        differences.append({"has_empty_content": True})
+    if any(message.get("tool_calls") for message in messages) and not form.has_text_arguments:
+        differences.append({"has_text_arguments": True})
+    if any(has_call_with_reasoning_and_content(message) for message in messages):
+        differences.append({"joins_reasoning": True})
+    if any(lacks_description(tool) for tool in tools or ()):
+        differences.append({"has_descriptions": True})
+    for number in range(1, len(differences) + 1):
+        for chosen in itertools.combinations(differences, number):
+            yield form._replace(**ChainMap(*chosen))
 
 
 def _open_end(conversation: list[dict[str, Any]]) -> str:

@@ -16,8 +16,8 @@ from eagleray.client.text.template_form import MessageForm
 from eagleray.errors import InvalidRequest
 
 MAX_ROLE_CHARS = 64
-REASONING_NAMES = ("reasoning", "reasoning_content")
-"""Names of an assistant's reasoning: the one of OpenAI's newer clients, and the one of most templates."""
+REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
+"""Names of an assistant's reasoning: of OpenAI's newer clients, of most templates, and of gpt-oss's."""
 
 
 def check_messages(messages: Sequence[Any]) -> None:
@@ -61,7 +61,10 @@ def template_message(message: Mapping[str, Any], form: MessageForm) -> dict[str,
     plain = {name: value for name, value in message.items() if value is not None}
     if role == "assistant":
         _complete_answer(plain, has_text_arguments=form.has_text_arguments)
-        if content is None and "content" in message:
+        if not content and "content" in message and "tool_calls" in plain:
+            # Clients send both null and an empty text. Some templates show calls beside null only.
+            content = plain["content"] = None if form.tests_null_content else ""
+        elif content is None and "content" in message:
             plain["content"] = None
     if content is None and form.has_empty_content:
         content = plain["content"] = ""
@@ -71,7 +74,33 @@ def template_message(message: Mapping[str, Any], form: MessageForm) -> dict[str,
         plain["content"] = [{"type": "text", "text": content}]
     elif content is not None and not isinstance(content, str):
         plain["content"] = _parts(content) if form.keeps_parts else "".join(part["text"] for part in _parts(content))
+    if form.joins_reasoning and has_call_with_reasoning_and_content(plain) and isinstance(plain["content"], str):
+        joined = f"{plain['thinking']}\n\n{plain['content']}"
+        plain |= dict.fromkeys(REASONING_NAMES, joined) | {"content": ""}
     return plain
+
+
+def template_tools(tools: Sequence[Mapping[str, Any]] | None, form: MessageForm) -> Sequence[Mapping[str, Any]] | None:
+    """Return the tools of a request in this form."""
+    if not tools or not form.has_descriptions:
+        return tools
+    return [_with_description(tool) if lacks_description(tool) else tool for tool in tools]
+
+
+def lacks_description(tool: Mapping[str, Any]) -> bool:
+    """Whether a tool is a function without a description, which OpenAI's API allows."""
+    function = tool.get("function")
+    return isinstance(function, Mapping) and function.get("description") is None
+
+
+def _with_description(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {**tool["function"], "description": ""}}
+
+
+def has_call_with_reasoning_and_content(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant's message has tool calls, reasoning and a text beside them."""
+    has_reasoning = any(message.get(name) for name in REASONING_NAMES)
+    return bool(message.get("tool_calls") and message.get("content") and has_reasoning)
 
 
 def _parts(content: Sequence[Any]) -> list[dict[str, Any]]:
@@ -81,7 +110,7 @@ def _parts(content: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _complete_answer(message: dict[str, Any], *, has_text_arguments: bool) -> None:
-    """Give the reasoning of an assistant's message both of its names, and the arguments of its calls their form."""
+    """Give the reasoning of an assistant's message all of its names, and the arguments of its calls their form."""
     reasoning = next((message[name] for name in REASONING_NAMES if name in message), None)
     if reasoning is not None:
         message |= {name: message.get(name, reasoning) for name in REASONING_NAMES}
@@ -94,9 +123,9 @@ def _complete_answer(message: dict[str, Any], *, has_text_arguments: bool) -> No
 
 
 def _with_arguments(call: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a tool call with converted arguments."""
+    """Return a tool call with converted arguments, and with the type that some templates show."""
     function = call["function"]
-    return {**call, "function": {**function, "arguments": convert(function.get("arguments"))}}
+    return {"type": "function", **call, "function": {**function, "arguments": convert(function.get("arguments"))}}
 
 
 def _as_text(arguments: Any) -> str:
