@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from eagleray.client.answers.parts import Splitter
 from eagleray.client.answers.tools import Tool, ToolChoice
@@ -12,23 +14,31 @@ StructuralFormat = dict[str, Any]
 """A value of the field `format` of a structural tag: which texts are allowed, see docs/structured_outputs.md."""
 
 
-class ToolFormat(Protocol):
+class ToolFormat(ABC):
     """One format of tool calls. Stateless; a splitter has the state of one answer."""
 
-    name: str
+    name: ClassVar[str]
     """Name of the parser in vLLM, for `--tool-call-parser`."""
-    markers: tuple[str, ...]
+    markers: ClassVar[tuple[str, ...]]
     """Texts that delimit calls. Those that are special tokens of a tokenizer are decoded, although others are not."""
 
     def fits_template(self, template: str) -> bool:
-        """Whether a chat template shows calls in this format, as its markers tell."""
+        """Whether a chat template shows calls in this format: here, if it has all markers."""
+        return all(marker in template for marker in self.markers)
 
+    @abstractmethod
     def splitter(self, tools: Sequence[Tool]) -> Splitter:
         """Return a splitter for one answer, or for the part of one after its reasoning."""
 
     def constraint(self, tools: Sequence[Tool], choice: ToolChoice) -> StructuralFormat | None:
         """Return the constraint of the text (after the reasoning) that makes calls follow the schemas of their tools:
-        of every tool with the choice `required`, of strict tools with `auto`. None if all texts are allowed."""
+        of every tool with the choice `required`, of strict tools with `auto`. None if all texts are allowed, or if the
+        format has no constraints, which refuses `required`."""
+        return None
+
+    def make_call_id(self) -> str:
+        """Return an id for a call that the model gave none, in a form that chat templates of the format take back."""
+        return f"call_{secrets.token_hex(12)}"
 
 
 class ReasoningFormat(Protocol):

@@ -1,0 +1,128 @@
+"""The base of splitters that find tool calls in an answer."""
+
+from __future__ import annotations
+
+import enum
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Container
+
+from eagleray.client.answers.marker_search import MarkerSearch
+from eagleray.client.answers.part_writer import PartWriter
+from eagleray.client.answers.parts import AnswerPart
+from eagleray.client.answers.text_reader import JSON_ENDS, JsonEnds, Reading, TextReader
+
+_KEYS_OF_ARGUMENTS = ("arguments", "parameters")
+_KEYS_OF_CALLS = ("name", "type", "id", *_KEYS_OF_ARGUMENTS)
+
+
+class CallEnd(enum.Enum):
+    """How far a call was read."""
+
+    COMPLETE = enum.auto()
+    BROKEN = enum.auto()
+    """The call has begun, and the text does not go on in the format."""
+    NO_CALL = enum.auto()
+    """The call has not begun, because it has no name."""
+
+
+class CallSplitter(ABC):
+    """Runs `read`, which reads the whole answer and waits inside for the text to come."""
+
+    def __init__(self) -> None:
+        self.text = TextReader()
+        self.parts = PartWriter()
+        self._reading = self.read()
+
+    def push(self, text: str) -> list[AnswerPart]:
+        """Return the parts that are certain after this further text."""
+        self.text.push(text)
+        next(self._reading, None)
+        return self.parts.take()
+
+    def finish(self) -> list[AnswerPart]:
+        """Return the rest, when the answer has ended."""
+        self.text.close()
+        next(self._reading, None)
+        self.parts.end()
+        return self.parts.take()
+
+    @abstractmethod
+    def read(self) -> Reading[None]:
+        """Read the answer to its end, and write its parts."""
+
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        """Begin a call, and forget its text so far."""
+        self.text.stop_record()
+        self.parts.begin_call(name, call_id)
+
+    def read_broken(self, end: MarkerSearch) -> Reading[None]:
+        """Read the rest of a broken call up to its end marker. If no arguments came before, it is the arguments."""
+        ignored: list[str] = []
+        yield from self.text.read_until(end, ignored.append if self.parts.has_arguments else self.parts.arguments)
+
+    def read_call_object(self, ends: JsonEnds = JSON_ENDS, names: Container[str] | None = None) -> Reading[CallEnd]:
+        """Read a call that is a JSON object with `name` and `arguments` or `parameters`, in any order.
+
+        With `names`, an object that has another name or further keys is no call, as where no marker tells calls
+        from other JSON.
+        """
+        name: str | None = None
+        early: list[str] | None = None  # arguments that came before the name
+        has_arguments = False
+
+        def broken() -> CallEnd:
+            return CallEnd.NO_CALL if name is None else CallEnd.BROKEN
+
+        if not (yield from self.text.take("{")):
+            return CallEnd.NO_CALL
+        while True:
+            yield from self.text.read_space()
+            if (yield from self.text.take("}", ",")) == "}":
+                break
+            yield from self.text.read_space()
+            key = yield from self._read_key()
+            if key is None or (names is not None and key not in _KEYS_OF_CALLS):
+                return broken()
+            value: list[str] = []
+            if key in _KEYS_OF_ARGUMENTS and not has_arguments:
+                has_arguments = True
+                early = value if name is None else None
+                emit = value.append if name is None else self.parts.arguments
+                is_complete = yield from self.text.read_json(emit, ends)
+            else:
+                is_complete = yield from self.text.read_json(value.append, ends)
+            if not is_complete:
+                return broken()
+            if key == "name" and name is None:
+                name = _string(value)
+                if not name or (names is not None and name not in names):
+                    name = None
+                    return CallEnd.NO_CALL
+                self.begin_call(name)
+                self.parts.arguments("".join(early or []))
+        if name is None:
+            return CallEnd.NO_CALL
+        if not has_arguments:
+            self.parts.arguments("{}")
+        return CallEnd.COMPLETE
+
+    def _read_key(self) -> Reading[str | None]:
+        """Read a key with its colon; None if none comes."""
+        pieces: list[str] = []
+        if (yield from self.text.peek()) != '"' or not (yield from self.text.read_json(pieces.append)):
+            return None
+        yield from self.text.read_space()
+        if not (yield from self.text.take(":")):
+            return None
+        yield from self.text.read_space()
+        return _string(pieces)
+
+
+def _string(pieces: list[str]) -> str | None:
+    """Decode a JSON string; None for another value."""
+    try:
+        value = json.loads("".join(pieces), strict=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None

@@ -1,0 +1,54 @@
+"""Tool calls of Hermes, Qwen2.5 and Qwen3: a JSON object between tags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from eagleray.client.answers.call_splitter import CallEnd, CallSplitter
+from eagleray.client.answers.constraints import constrain_calls, json_value
+from eagleray.client.answers.formats import StructuralFormat, ToolFormat
+from eagleray.client.answers.marker_search import MarkerSearch
+from eagleray.client.answers.parts import Splitter
+from eagleray.client.answers.text_reader import Reading, json_ends
+from eagleray.client.answers.tools import Tool, ToolChoice
+
+START = "<tool_call>"
+END = "</tool_call>"
+
+
+class HermesFormat(ToolFormat):
+    """Calls as `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+
+    name = "hermes"
+    markers = (START, END)
+
+    def splitter(self, tools: Sequence[Tool]) -> Splitter:
+        return _HermesSplitter()
+
+    def constraint(self, tools: Sequence[Tool], choice: ToolChoice) -> StructuralFormat | None:
+        return constrain_calls(tools, choice, _tag, START, separator="\n")
+
+
+class _HermesSplitter(CallSplitter):
+    _START = MarkerSearch(START)
+    _END = MarkerSearch(END)
+    _JSON_ENDS = json_ends(END)
+
+    def read(self) -> Reading[None]:
+        while (yield from self.text.read_until(self._START, self.parts.content)) is not None:
+            self.text.start_record(START)
+            yield from self.text.read_space()
+            end = yield from self.read_call_object(self._JSON_ENDS)
+            if end is CallEnd.NO_CALL:
+                self.parts.content(self.text.stop_record())
+            elif end is CallEnd.BROKEN:
+                yield from self.read_broken(self._END)
+            else:
+                self.parts.separator((yield from self.text.read_space()))
+                yield from self.text.take(END, "}" + END)  # some models close one bracket too many
+
+
+def _tag(tool: Tool) -> StructuralFormat:
+    begin = f'{START}\n{{"name": {json.dumps(tool.name)}, "arguments": '
+    return {"type": "tag", "begin": begin, "content": json_value(tool.parameters), "end": "}\n" + END}

@@ -1,0 +1,132 @@
+"""Arguments that models write as plain text, parameter by parameter, as a JSON object."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from eagleray.client.answers.part_writer import PartWriter
+from eagleray.client.answers.tools import Tool
+
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_MOST_REFERENCES = 20
+_TYPES = {
+    type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"
+}  # fmt: skip
+_STRING = frozenset({"string"})
+
+
+class TypedArguments:
+    """Writes the arguments of one call. Strings are written as they come, other values when they are complete: the type
+    in the tool's schema says what a text means."""
+
+    def __init__(self, parts: PartWriter, tool: Tool | None) -> None:
+        self._parts = parts
+        self._schema = tool.parameters if tool is not None else {}
+        self._separator = "{"
+        self._types = _STRING
+        self._value: list[str] = []
+
+    def begin_parameter(self, name: str) -> None:
+        """Begin a parameter."""
+        properties = self._schema.get("properties")
+        schema = properties.get(name) if isinstance(properties, dict) else None
+        self._types = types_of_schema(schema, self._schema)
+        self._parts.arguments(f"{self._separator}{json.dumps(name, ensure_ascii=False)}: ")
+        self._separator = ", "
+        if self._types == _STRING:
+            self._parts.arguments('"')
+
+    def value(self, text: str) -> None:
+        """Add text to the value of the parameter."""
+        if self._types == _STRING:
+            self._parts.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+        else:
+            self._value.append(text)
+
+    def end_parameter(self, is_complete: bool = True) -> None:
+        """End the parameter. A string whose end never came stays open, so that it is seen to be cut off."""
+        if self._types != _STRING:
+            self._parts.arguments(to_json("".join(self._value), self._types))
+            self._value.clear()
+        elif is_complete:
+            self._parts.arguments('"')
+
+    def end(self) -> None:
+        """End the arguments."""
+        self._parts.arguments("{}" if self._separator == "{" else "}")
+
+
+def types_of_schema(schema: object, root: dict[str, Any], depth: int = 0) -> frozenset[str]:
+    """Return the names of the types that a schema allows; `string` where it says nothing."""
+    if not isinstance(schema, dict) or depth > _MOST_REFERENCES:
+        return _STRING
+    named = schema.get("type", [])
+    types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if not types and isinstance(values, list):
+        types.update(_TYPES[type(value)] for value in values if type(value) in _TYPES)
+    for choice in ("anyOf", "oneOf", "allOf"):
+        schemas = schema.get(choice)
+        for part in schemas if isinstance(schemas, list) else []:
+            types.update(types_of_schema(part, root, depth + 1))
+    if "$ref" in schema:
+        types.update(types_of_schema(_referenced(schema["$ref"], root), root, depth + 1))
+    return frozenset(types) or _STRING
+
+
+def to_json(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value that a model wrote as plain text, as the first of its types that the text fits.
+
+    Python's spellings of constants count too, since templates write them. A text that fits no type is JSON as it is
+    written, or else a string.
+    """
+    bare = text.strip()
+    if "null" in types and bare in ("null", "None"):
+        return "null"
+    if "integer" in types and _INTEGER.fullmatch(bare):
+        return bare
+    if "number" in types and (number := _number(bare)) is not None:
+        return number
+    if "boolean" in types and bare.lower() in ("true", "false"):
+        return bare.lower()
+    value_type = _type_of_json(bare)
+    if value_type in ("object", "array") and value_type in types:
+        return bare
+    if value_type is not None and "string" not in types:
+        return bare
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _number(text: str) -> str | None:
+    if _NUMBER.fullmatch(text):
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return json.dumps(value) if math.isfinite(value) else None
+
+
+def _type_of_json(text: str) -> str | None:
+    try:
+        return _TYPES[type(json.loads(text, parse_constant=_refuse))]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _referenced(reference: object, root: dict[str, Any]) -> object:
+    """Return the part of a schema that a local reference names; None if there is no such part."""
+    part: object = root
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    for name in reference[1:].split("/")[1:]:
+        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
+    return part
