@@ -6,8 +6,8 @@ Pure. The messages are the copies that `template_message` has made, so they are 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from itertools import count, islice, takewhile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count, islice, takewhile
 from typing import Any
 
 from eagleray.client.text.template_form import MessageForm
@@ -20,7 +20,11 @@ def arrange_calls(conversation: list[dict[str, Any]], form: MessageForm) -> list
     _name_results(conversation)
     if form.has_function_ids:
         _number_calls(conversation)
-    return _separate_calls(conversation) if form.has_single_calls else conversation
+    return [
+        arranged
+        for message, results in _exchanges(conversation)
+        for arranged in _order_results(message, results, separates_calls=form.has_single_calls)
+    ]
 
 
 def _name_results(conversation: Sequence[dict[str, Any]]) -> None:
@@ -49,35 +53,36 @@ def _number_calls(conversation: Sequence[dict[str, Any]]) -> None:
             message["tool_call_id"] = new_ids[result_id]
 
 
-def _separate_calls(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give every call a message of its own, which its results follow."""
-    separated: list[dict[str, Any]] = []
+def _exchanges(conversation: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Yield the messages, and with a message that has calls the results that follow it."""
     index = 0
     while index < len(conversation):
         message = conversation[index]
         index += 1
-        if len(_calls(message)) < 2:
-            separated.append(message)
-            continue
-        results = list(takewhile(lambda later: later["role"] == "tool", islice(conversation, index, None)))
-        separated += _one_by_one(message, results)
+        following = islice(conversation, index, None) if _calls(message) else ()
+        results = list(takewhile(lambda later: later["role"] == "tool", following))
         index += len(results)
-    return separated
+        yield message, results
 
 
-def _one_by_one(message: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a message for each call, followed by the results with its id. Results of no call come last."""
-    one_by_one: list[dict[str, Any]] = []
-    rest = list(results)
-    for number, call in enumerate(_calls(message)):
-        one_by_one.append({**(message if number == 0 else {"role": "assistant"}), "tool_calls": [call]})
-        one_by_one += [result for result in rest if _answers(result, call)]
-        rest = [result for result in rest if not _answers(result, call)]
-    return one_by_one + rest
+def _order_results(
+    message: dict[str, Any], results: Sequence[dict[str, Any]], *, separates_calls: bool
+) -> list[dict[str, Any]]:
+    """Return a message and its results in the order of the calls, because many templates show no ids.
 
-
-def _answers(result: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
-    return _result_id(result) == _id(call) != ""
+    With `separates_calls`, every call has a message of its own, which its results follow. Results of no call come last.
+    """
+    calls = _calls(message)
+    places = {call_id: place for place, call in enumerate(calls) if (call_id := _id(call))}
+    results_of: dict[int, list[dict[str, Any]]] = {place: [] for place in range(len(calls) + 1)}
+    for result in results:
+        results_of[places.get(_result_id(result), len(calls))].append(result)
+    if not separates_calls or len(calls) < 2:
+        return [message, *chain.from_iterable(results_of.values())]
+    separated: list[dict[str, Any]] = []
+    for place, call in enumerate(calls):
+        separated += [{**(message if place == 0 else {"role": "assistant"}), "tool_calls": [call]}, *results_of[place]]
+    return separated + results_of[len(calls)]
 
 
 def _calls(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:

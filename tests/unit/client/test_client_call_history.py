@@ -115,7 +115,7 @@ def test_render_template_that_prints_arguments_gets_a_text():
 def test_render_results_have_the_names_of_their_functions():
     template = "{% for m in messages if m.role == 'tool' %}{{ m.name }} {% endfor %}"
     results = [result("call_2", "wet"), result("call_1", "12:00"), result("call_1", "", name="own"), result("?", "")]
-    assert render(template, [asks(TIME, RAIN), *results]) == "rain time own  "
+    assert render(template, [asks(TIME, RAIN), *results]) == "time own rain  "
 
 
 def test_render_ids_that_kimi_does_not_write_are_numbered_over_the_conversation():
@@ -130,7 +130,7 @@ def test_render_ids_that_kimi_does_not_write_are_numbered_over_the_conversation(
     assert render(KIMI_K2, messages) == (
         "<assistant>Wait.<|tool_call_begin|>functions.time:0<|tool_call_argument_begin|>{}"
         '<|tool_call_begin|>functions.rain:1<|tool_call_argument_begin|>{"city": "Köln", "days": 2}'
-        "<rain>## Return of functions.rain:1:wet<time>## Return of functions.time:0:12:00"
+        "<time>## Return of functions.time:0:12:00<rain>## Return of functions.rain:1:wet"
         "<assistant><|tool_call_begin|>functions.time:2<|tool_call_argument_begin|>{}"
         "<time>## Return of functions.time:2:13:00<tool>## Return of call_9:lost"
     )
@@ -155,6 +155,12 @@ def test_render_several_calls_for_a_template_of_one_are_separate_messages():
         '<user>?<analysis>Both.<call>time{}<time>"12:00"<call>rain{"city": "Köln", "days": 2}<rain>"wet"'
         '<call>wait{}<wait>"lost"<assistant>Wet.'
     )
+
+
+def test_render_results_without_ids_stay_behind_all_calls():
+    results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+    calls = [{"function": {"name": name, "arguments": {}}} for name in "fg"]
+    assert render(GPT_OSS, [asks(*calls), *results]) == '<call>f{}<call>g{}<g>"1"<g>"2"'
 
 
 def test_render_template_that_loops_over_calls_gets_them_in_one_message():
