@@ -18,6 +18,7 @@ from msgspec import Meta
 from eagleray.errors import InvalidRequest
 from eagleray.messages.grammars import Grammar
 from eagleray.messages.structured_outputs import StructuredOutputsParams
+from eagleray.messages.thinking import Thinking
 
 MAX_INTEGER = 2**63 - 1
 """Largest integer of any field, limited by the wires between processes."""
@@ -375,7 +376,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     forced_token_ids: tuple[int, ...] = ()
     """Token ids that are generated in place of the drawn ones, while their log-probabilities are real."""
     grammar: Grammar | None = None
-    """Grammar that the generated text follows."""
+    """Grammar that the generated text follows, after the thinking."""
+    thinking: Thinking | None = None
+    """Thinking before the text; None if it has neither a limit nor a grammar after it."""
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the generated tokens determine which tokens may come next."""
+        return self.grammar is not None or self.thinking is not None
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

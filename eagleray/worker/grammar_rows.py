@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from eagleray.grammars.matcher import Matcher, mask_words
-from eagleray.messages.grammars import Grammar
+from eagleray.messages.sampling import Sampling
 from eagleray.worker.grammars import WorkerGrammars
+from eagleray.worker.thinking import ThinkingMatcher
 from eagleray.worker.token_table import IntArray
 
 Masks = npt.NDArray[np.int32]
@@ -29,9 +30,12 @@ class GrammarRows:
         self.has_rows = False
         """Whether a row has a grammar, for callers that do nothing otherwise."""
 
-    def add_row(self, row: int, grammar: Grammar, generated: Sequence[int]) -> None:
-        """Follow `grammar` in this row, which has generated these tokens before."""
-        matcher = self._grammars.get(grammar).matcher()
+    def add_row(self, row: int, sampling: Sampling, generated: Sequence[int]) -> None:
+        """Follow the thinking and the grammar of this row, which has generated these tokens before."""
+        matcher = None if sampling.grammar is None else self._grammars.get(sampling.grammar).matcher()
+        if sampling.thinking is not None:
+            matcher = ThinkingMatcher(sampling.thinking, matcher)
+        assert matcher is not None
         matcher.accept(generated)
         self._matchers[row] = matcher
         self.has_rows = True

@@ -184,9 +184,9 @@ class HostSampler(TokenSampler[HostPlan]):
 
     def add_row(self, row: int, sampling: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         self._state.add_row(row, sampling, token_ids, num_prompt_tokens)
-        if sampling.grammar is not None:
+        if sampling.is_masked:
             assert self._grammars is not None, "the model has no tokenizer, so its requests have no grammars"
-            self._grammars.add_row(row, sampling.grammar, token_ids[num_prompt_tokens:])
+            self._grammars.add_row(row, sampling, token_ids[num_prompt_tokens:])
 
     def free_row(self, row: int) -> None:
         self._state.free_row(row)

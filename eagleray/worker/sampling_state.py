@@ -178,6 +178,6 @@ def features_of(sampling: Sampling) -> int:
         SamplingFeature.PENALTIES: is_penalised,
         SamplingFeature.LOGPROBS: sampling.logprobs is not None or bool(sampling.logprob_token_ids),
         SamplingFeature.FORCED: bool(sampling.forced_token_ids),
-        SamplingFeature.GRAMMAR: sampling.grammar is not None,
+        SamplingFeature.GRAMMAR: sampling.is_masked,
     }
     return int(sum(use for use, is_used in uses.items() if is_used))

@@ -1,0 +1,139 @@
+"""Thinking that comes before an answer: free until its budget is used. A grammar may follow it.
+
+The state of a `ThinkingMatcher` is a function of the tokens that it has accepted, like that of the grammar's matcher.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from eagleray.grammars.matcher import MASK_BITS, Matcher, TokenMask
+from eagleray.messages.thinking import Thinking
+
+
+class _Phase(enum.Enum):
+    OPENING = enum.auto()
+    """The first tokens, as long as they may become a start marker."""
+    THINKING = enum.auto()
+    HEADER = enum.auto()
+    ANSWER = enum.auto()
+
+
+class ThinkingMatcher(Matcher):
+    """Follows the thinking of a completion, then the matcher of its answer; `answer` None allows any."""
+
+    def __init__(self, thinking: Thinking, answer: Matcher | None) -> None:
+        self._thinking = thinking
+        self._answer = answer
+        self._phase = _Phase.OPENING
+        self._count = 0
+        """Number of tokens in this phase."""
+        self._last: deque[int] = deque(maxlen=max(map(len, (thinking.end, *thinking.starts))))
+        """Last tokens of this phase, which may be a marker."""
+
+    @property
+    def failure(self) -> str | None:
+        return None if self._answer is None else self._answer.failure
+
+    def fill_mask(self, mask: TokenMask) -> None:
+        """See `Matcher.fill_mask`."""
+        match self._phase:
+            case _Phase.OPENING if not self._thinking.is_open:
+                self._fill_opening(mask)
+            case _Phase.OPENING | _Phase.THINKING:
+                self._fill_thinking(mask)
+            case _Phase.HEADER:
+                _allow_only(mask, [self._thinking.answer_header[self._count]])
+            case _Phase.ANSWER:
+                self._fill_answer(mask)
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """See `Matcher.accept`. An end-of-sequence token that does not end the thinking is a token of it."""
+        for index, token_id in enumerate(token_ids):
+            if self._phase is _Phase.ANSWER:
+                self._accept_answer(token_ids[index:])
+                return
+            self._count += 1
+            self._last.append(token_id)
+            self._advance(tuple(self._last))
+
+    def _advance(self, last: tuple[int, ...]) -> None:
+        """Go on after a token of a phase before the answer."""
+        thinking = self._thinking
+        match self._phase:
+            case _Phase.OPENING if last in thinking.starts:
+                self._enter(_Phase.THINKING)
+            case _Phase.OPENING if self._next_of_starts():
+                pass
+            case _Phase.OPENING if thinking.is_open:
+                self._phase = _Phase.THINKING  # which these tokens belong to
+                self._advance(last)
+            case _Phase.OPENING:
+                self._enter(_Phase.ANSWER)
+                self._accept_answer(last)
+            case _Phase.THINKING if last[-len(thinking.end) :] == thinking.end:
+                self._enter(_Phase.HEADER if thinking.answer_header else _Phase.ANSWER)
+            case _Phase.THINKING if last[-1] in thinking.interrupts:
+                self._enter(_Phase.ANSWER)
+            case _Phase.HEADER if self._count == len(thinking.answer_header):
+                self._enter(_Phase.ANSWER)
+
+    def _enter(self, phase: _Phase) -> None:
+        self._phase = phase
+        self._count = 0
+        self._last.clear()
+
+    def _next_of_starts(self) -> list[int]:
+        """Return the tokens that continue a start marker."""
+        begun = tuple(self._last)
+        return [start[len(begun)] for start in self._thinking.starts if start[: len(begun)] == begun != start]
+
+    def _fill_opening(self, mask: TokenMask) -> None:
+        """Allow the start markers, and at first also the answer. A marker that has begun is completed, because the
+        matcher of the answer does not have its tokens."""
+        if self._answer is None or (self._count == 0 and not self._thinking.is_required):
+            self._fill_answer(mask)
+            _allow(mask, self._next_of_starts())
+        else:
+            _allow_only(mask, self._next_of_starts())
+
+    def _fill_thinking(self, mask: TokenMask) -> None:
+        thinking = self._thinking
+        if thinking.budget is not None and self._count >= thinking.budget:
+            _allow_only(mask, [thinking.forced_end[self._count - thinking.budget]])
+        else:
+            mask.fill(-1)
+            _forbid(mask, thinking.forbidden)
+
+    def _fill_answer(self, mask: TokenMask) -> None:
+        if self._answer is None:
+            mask.fill(-1)
+        else:
+            self._answer.fill_mask(mask)
+
+    def _accept_answer(self, token_ids: Sequence[int]) -> None:
+        if self._answer is not None:
+            self._answer.accept(token_ids)
+
+
+def _allow_only(mask: TokenMask, token_ids: Iterable[int]) -> None:
+    mask.fill(0)
+    _allow(mask, token_ids)
+
+
+def _allow(mask: TokenMask, token_ids: Iterable[int]) -> None:
+    for token_id in token_ids:
+        mask[token_id // MASK_BITS] |= _bit(token_id)
+
+
+def _forbid(mask: TokenMask, token_ids: Iterable[int]) -> None:
+    for token_id in token_ids:
+        mask[token_id // MASK_BITS] &= ~_bit(token_id)
+
+
+def _bit(token_id: int) -> np.int32:
+    return np.uint32(1 << token_id % MASK_BITS).view(np.int32)
