@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from eagleray.config.build import build_config
+from eagleray.engine.grammars import EngineGrammars
 from eagleray.engine.startup import start_engine
 from eagleray.executor.choose import open_executor
 from eagleray.identity import ClientId, EngineId
@@ -70,6 +71,7 @@ class LocalEngine:
         # With it at the latest: most tests make one and forget it.
         self._close = weakref.finalize(self, self._ends.close)
         self.core, self.info = started.core, started.info
+        self._grammars = EngineGrammars(self.core)
         self.answers: dict[str, Answer] = {}
 
     def __enter__(self) -> LocalEngine:
@@ -106,11 +108,13 @@ class LocalEngine:
         self._take(self.core.scheduler.abort(abort.client, abort.request_ids))
 
     def step(self) -> None:
+        if self.core.scheduler.unprepared_grammars:
+            self._take(self._grammars.advance())
         self._take(self.core.step(self._take))
 
     def run(self) -> dict[str, Answer]:
         """Step until the engine is idle, and return every answer so far."""
-        while self.core.scheduler.has_work:
+        while self.core.scheduler.has_work or self.core.scheduler.unprepared_grammars:
             self.step()
         return self.answers
 

@@ -1,13 +1,14 @@
 """Choice of the next token of each row of a step on a CUDA device, without waiting on the host.
 
 A step begins when its logits have been launched and finishes when its results have been downloaded. The tokens stay on
-the device for the next step; the state that depends on them, such as counts of penalties, is kept there too. The order
-of what is done to the logits is that of the sampler for CPUs, and so are the decisions. Driven by the runner.
+the device for the next step; the state that depends on them, such as counts of penalties, is kept there too. Grammars
+alone are followed on the host: it computes their masks after the launch of the forward pass, and uploads them. The
+order of what is done to the logits is that of the sampler for CPUs, and so are the decisions. Driven by the runner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,17 +16,20 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from eagleray.grammars.matcher import mask_words
 from eagleray.kernels.cuda.ranking import DeviceRanking
 from eagleray.kernels.cuda.triton import logit_adjustments as adjustments
 from eagleray.kernels.cuda.triton import sampling
 from eagleray.kernels.cuda.triton.sampling import SamplingTensors, SamplingWorkspace
 from eagleray.kernels.cuda.triton.sampling_records import collect_reported
 from eagleray.kernels.forward_batch import DeviceNumbers
+from eagleray.kernels.uploads import upload
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.worker.device_processed_logits import process_logits
 from eagleray.worker.device_sampling_state import DeviceSamplingState, RowChanges, Words
 from eagleray.worker.downloads import HostArray
+from eagleray.worker.grammar_rows import GrammarRows, Masks, MatchedRows, PendingMasks
 from eagleray.worker.logprobs import RAW_LOGPROBS, ScoreKind, make_reports, score_tokens
 from eagleray.worker.sampler import NOT_FINITE, NOTHING_LEFT, Sampled, TokenSampler, gather_sampled
 from eagleray.worker.sampling_state import SamplingFeature
@@ -58,6 +62,7 @@ class PreparedSampling:
     """Number of likeliest tokens to report, by reported row."""
     num_requested: list[int]
     """Number of tokens to report that were asked for by id, by reported row."""
+    grammars: MatchedRows | None
     changes: RowChanges
     words: Words
     """int32: rows, positions, reported indices, changes; each part but the last is padded to a multiple of
@@ -66,6 +71,10 @@ class PreparedSampling:
     @property
     def is_adjusted(self) -> bool:
         return bool(self.used & SamplingFeature.ADJUSTED)
+
+    @property
+    def grammar_rows(self) -> Collection[int]:
+        return () if self.grammars is None else self.grammars.matchers.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +87,19 @@ class DeviceSamplingStep:
     _prepared: PreparedSampling
     _num_top: int
     """Number of likeliest tokens that are reported of every reported row."""
+    _refused: dict[int, str]
+    """Reasons why matchers failed, by index into the rows."""
 
     def finish(self, arrays: Sequence[HostArray]) -> Sampled:
-        """Return the result. `arrays`: the content of `tensors`."""
-        token_ids, statuses = arrays[0][:, : len(self._prepared.rows)]
+        """Return the result, which the grammars of the rows accept. `arrays`: the content of `tensors`."""
+        own = self._prepared
+        token_ids, statuses = arrays[0][:, : len(own.rows)]
         failed = {int(index): MESSAGES[int(statuses[index])] for index in np.flatnonzero(statuses)}
-        return gather_sampled(self._prepared.rows, token_ids.tolist(), self._reports(arrays[1:]), failed)
+        failed |= {index: reason for index, reason in self._refused.items() if failed.get(index) != NOT_FINITE}
+        sampled = gather_sampled(own.rows, token_ids.tolist(), self._reports(arrays[1:]), failed)
+        if own.grammars is not None:
+            own.grammars.accept(sampled.rows, sampled.token_ids)
+        return sampled
 
     def _reports(self, arrays: Sequence[HostArray]) -> dict[int, TokenLogprobs]:
         if not arrays:
@@ -105,8 +121,10 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
         device: torch.device,
         split_size: int = sampling.SPLIT,
         reported_kind: ScoreKind = RAW_LOGPROBS,
+        grammars: GrammarRows | None = None,
     ) -> None:
         self._device = device
+        self._grammars = grammars
         self._kind = reported_kind
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         """int32 [num_rows]; each step writes the tokens that it chooses, 0 for a row that fails."""
@@ -117,9 +135,14 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
     def add_row(self, row: int, sampling: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Set the row's parameters. `token_ids` is the prompt, then the tokens that were generated before."""
         self._state.add_row(row, sampling, token_ids, num_prompt_tokens)
+        if sampling.is_masked:
+            assert self._grammars is not None, "the model has no tokenizer, so its requests have no grammars"
+            self._grammars.add_row(row, sampling, token_ids[num_prompt_tokens:])
 
     def free_row(self, row: int) -> None:
         self._state.free_row(row)
+        if self._grammars is not None and self._grammars.has_rows:
+            self._grammars.free_row(row)
 
     @torch.inference_mode()
     def warm_up(self, num_rows: int, *, num_logprobs: int) -> None:
@@ -132,6 +155,7 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
                 self.add_row(row, parameters, [0, 0], 1)
             plan = self.prepare(rows, np.full(num_rows, 2))
             self.launch(logits, plan, DeviceNumbers(plan.words).on(self._device))
+        self._keep_masked(logits, rows, np.full((num_rows, mask_words(self._state.vocab_size)), -1, dtype=np.int32))
         self._state = DeviceSamplingState(
             num_rows=len(self.last_tokens), vocab_size=self._state.vocab_size, device=self._device
         )
@@ -152,12 +176,17 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
             reported=reported,
             num_logprobs=state.num_logprobs[rows[reported]].tolist(),
             num_requested=state.num_reported[rows[reported]].tolist(),
+            grammars=self._grammars.select(rows) if self._grammars is not None and self._grammars.has_rows else None,
             changes=changes,
             words=np.concatenate([indices, changes.words]),
         )
 
     @torch.inference_mode()
     def launch(self, logits: Tensor, plan: PreparedSampling, words: Tensor) -> DeviceSamplingStep:
+        masks = None
+        if plan.grammars is not None:
+            assert self._grammars is not None
+            masks = self._grammars.begin_masks(plan.grammars)
         n, num_reported = len(plan.rows), len(plan.reported)
         size = _aligned_size(n)
         self._state.apply(plan.changes, words)
@@ -178,6 +207,7 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
             tensors, self._workspace, is_adjusted=False, is_chosen=is_first_chosen and not plan.is_adjusted
         )
         raw = logits if self._kind.is_processed else self._raw(logits, reported, plan)
+        refused = {} if masks is None else self._apply_masks(logits, masks)
         if plan.is_adjusted:
             self._adjust(tensors, plan.used)
             sampling.find_first(tensors, self._workspace, is_adjusted=True, is_chosen=is_first_chosen)
@@ -188,13 +218,24 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
         if num_reported:
             num_top = min(max(plan.num_logprobs), logits.shape[1])
             downloads += self._report(raw, tensors, reported, plan, num_top)
-        return DeviceSamplingStep(tensors.token_ids, downloads, plan, num_top)
+        return DeviceSamplingStep(tensors.token_ids, downloads, plan, num_top, refused)
 
     def _raw(self, logits: Tensor, reported: Tensor, prepared: PreparedSampling) -> Tensor:
         """Return the raw logits to report on, [num_reported, vocab_size]: a copy if they will change."""
         if len(reported) == 0 or (len(reported) == len(logits) and not prepared.is_adjusted):
             return logits
         return logits.index_select(0, reported)
+
+    def _apply_masks(self, logits: Tensor, pending: PendingMasks) -> dict[int, str]:
+        """Forbid what the grammars do not allow. Returns the reasons of the matchers that failed, by logit index."""
+        masks, failed = pending.wait()
+        self._keep_masked(logits, pending.rows.indices, masks)
+        return failed
+
+    def _keep_masked(self, logits: Tensor, indices: IntArray, masks: Masks) -> None:
+        """Upload the masks of the logits at `indices`, and forbid what they do not allow."""
+        words = upload(np.concatenate([_aligned(indices), masks.reshape(-1)]), self._device)
+        adjustments.keep_masked(logits, words[: len(indices)], words[_aligned_size(len(indices)) :].view(masks.shape))
 
     def _adjust(self, tensors: SamplingTensors, used: int) -> None:
         logits, rows, positions, memory = tensors.logits, tensors.rows, tensors.positions, tensors.memory

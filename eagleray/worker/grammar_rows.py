@@ -1,13 +1,14 @@
 """Grammars of rows: a matcher for each row that has one, and the masks of a step.
 
-Masks are computed in a thread, while the model computes the logits that they apply to. Owned by a sampler, which adds
-and frees rows and appends the tokens that were chosen.
+Masks are computed in threads, while the model computes the logits that they apply to. Owned by a sampler, which adds
+and frees rows and has the matchers accept the tokens that were chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +21,36 @@ from eagleray.worker.token_table import IntArray
 
 Masks = npt.NDArray[np.int32]
 
+MIN_MASKS_OF_THREAD = 8
+"""Fewer masks are computed sooner than another thread wakes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedRows:
+    """The rows of a step that have a grammar. Their matchers are those of the requests that the step computes, even if
+    other requests have the rows by the time its tokens are known."""
+
+    indices: IntArray
+    """[m] indices into the rows of the step"""
+    matchers: dict[int, Matcher]
+    """Matchers by row, in the order of `indices`."""
+
+    def accept(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Go on by the tokens that the step chose for `rows` [n]. A row that failed is not among them."""
+        for row, token_id in zip(rows, token_ids, strict=True):
+            if (matcher := self.matchers.get(row)) is not None:
+                matcher.accept([token_id])
+
 
 class GrammarRows:
-    def __init__(self, grammars: WorkerGrammars, *, vocab_size: int) -> None:
+    """`num_threads`: number of threads that compute masks. One leaves the most cores to a model on the same CPU."""
+
+    def __init__(self, grammars: WorkerGrammars, *, vocab_size: int, num_threads: int = 1) -> None:
         self._grammars = grammars
         self._vocab_size = vocab_size
+        self._num_threads = num_threads
         self._matchers: dict[int, Matcher] = {}
-        self._thread: ThreadPoolExecutor | None = None  # made when first needed
+        self._threads: ThreadPoolExecutor | None = None  # made when first needed
         self.has_rows = False
         """Whether a row has a grammar, for callers that do nothing otherwise."""
 
@@ -45,48 +69,52 @@ class GrammarRows:
         self._matchers.pop(row, None)
         self.has_rows = bool(self._matchers)
 
-    def begin_masks(self, rows: IntArray) -> PendingMasks | None:
-        """Begin to compute the masks of `rows` [n]. Returns None if none of them has a grammar."""
-        found = [(index, matcher) for index, row in enumerate(rows.tolist()) if (matcher := self._matchers.get(row))]
-        if not found:
-            return None
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
-        masks = np.empty((len(found), mask_words(self._vocab_size)), dtype=np.int32)
-        done = self._thread.submit(_fill, [matcher for _, matcher in found], masks)
-        return PendingMasks(np.array([index for index, _ in found]), masks, done)
+    def select(self, rows: IntArray) -> MatchedRows | None:
+        """Return those of `rows` [n] that have a grammar, or None if none has."""
+        matchers = {row: matcher for row in rows.tolist() if (matcher := self._matchers.get(row)) is not None}
+        return MatchedRows(np.flatnonzero(np.isin(rows, list(matchers))), matchers) if matchers else None
 
-    def append_tokens(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Go on by the token that was chosen for each of `rows`. Rows without a grammar are skipped."""
-        for row, token_id in zip(rows, token_ids, strict=True):
-            if (matcher := self._matchers.get(row)) is not None:
-                matcher.accept([token_id])
+    def begin_masks(self, rows: MatchedRows) -> PendingMasks:
+        """Begin to compute the masks of `rows`, whose matchers must have accepted all tokens before."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="grammar-masks")
+        matchers = list(rows.matchers.values())
+        masks = np.empty((len(matchers), mask_words(self._vocab_size)), dtype=np.int32)
+        size = max(MIN_MASKS_OF_THREAD, -(-len(matchers) // self._num_threads))
+        parts = [
+            self._threads.submit(_fill, matchers[begin : begin + size], masks[begin : begin + size])
+            for begin in range(0, len(matchers), size)
+        ]
+        return PendingMasks(rows, masks, parts)
 
     def close(self) -> None:
-        """Stop the thread."""
-        if self._thread is not None:
-            self._thread.shutdown()
+        """Stop the threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
 
 
 class PendingMasks:
-    """Masks that are being computed. `indices` [m]: the rows of the step that have a grammar."""
+    """Masks that are being computed."""
 
-    def __init__(self, indices: IntArray, masks: Masks, done: Future[dict[int, str]]) -> None:
-        self.indices = indices
+    def __init__(self, rows: MatchedRows, masks: Masks, parts: Sequence[Future[list[str | None]]]) -> None:
+        self.rows = rows
         self._masks = masks
-        self._done = done
+        self._parts = parts
 
     def wait(self) -> tuple[Masks, dict[int, str]]:
         """Return the masks [m, mask_words(vocab_size)], and reasons why matchers failed, by index into the step."""
-        failures = self._done.result()
-        return self._masks, {int(self.indices[number]): reason for number, reason in failures.items()}
+        reasons = [reason for part in self._parts for reason in part.result()]
+        by_index = zip(self.rows.indices.tolist(), reasons, strict=True)
+        return self._masks, {index: reason for index, reason in by_index if reason is not None}
 
 
-def _fill(matchers: Sequence[Matcher], masks: Masks) -> dict[int, str]:
-    """Fill the masks [m, words], one for each matcher. Returns the reasons of those that failed, by number."""
-    failures = {}
-    for number, (matcher, mask) in enumerate(zip(matchers, masks, strict=True)):
+def _fill(matchers: Sequence[Matcher], masks: Masks) -> list[str | None]:
+    """Fill the masks [m, words], one for each matcher; that of a matcher that failed allows nothing. Returns the reason
+    why each failed, None for one that did not."""
+    reasons = []
+    for matcher, mask in zip(matchers, masks, strict=True):
         matcher.fill_mask(mask)
-        if (reason := matcher.failure) is not None:
-            failures[number] = reason
-    return failures
+        if matcher.failure is not None:
+            mask[:] = 0
+        reasons.append(matcher.failure)
+    return reasons

@@ -16,6 +16,7 @@ compute, and if one has, all run their layers, even without rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -30,7 +31,7 @@ from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import PromptLogprobs
 from eagleray.messages.steps import StageRoutedExperts, StepPlan, StepResult
 from eagleray.models.base import Model
-from eagleray.worker.downloads import Download, DownloadQueue
+from eagleray.worker.downloads import Download, DownloadQueue, HostArray
 from eagleray.worker.input_batch import (
     ExpectedTokens,
     InputBatch,
@@ -69,6 +70,8 @@ class UnfinishedStep:
     """Results on the device: those of `sampling`, three for each of `prompts`, the vectors of `pooled_rows` if there
     are any, one of routed experts if they are read from there."""
     download: Download | None = None
+    arrays: Iterator[HostArray] | None = None
+    """Results on the host, without those of `sampling`, once they have been waited for."""
 
     @property
     def is_done(self) -> bool:
@@ -101,7 +104,10 @@ class Runner:
         *,
         reports_logits: bool = False,
         pooler: Pooler | None = None,
+        wait: Callable[[UnfinishedStep], None] | None = None,
     ) -> None:
+        """`wait` is called before the results of a step are read; it returns when the step is done. None if the
+        device is all that a step waits for."""
         self.num_steps = 0
         """Number of steps begun."""
         self.is_stepping = False
@@ -126,6 +132,9 @@ class Runner:
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (k, first position still wanted)
         self._scored: dict[int, Int32Array] = {}
         """Token ids [num_prompt_tokens - 1, num_ids] that are scored at the positions of prompts too, by row."""
+        self._wait = wait
+        self._last_choices: dict[int, UnfinishedStep] = {}
+        """Step that chooses the last token of each row with a grammar, while the host may not know it."""
 
     @property
     def num_used_blocks(self) -> int:
@@ -145,12 +154,8 @@ class Runner:
 
     def finish(self, step: UnfinishedStep) -> StepResult | StageRoutedExperts | None:
         """Wait for the results of the step and return this rank's report."""
-        arrays = iter(() if step.download is None else step.download.wait())
+        arrays = self._receive(step)
         sampled, experts, plan = step.sampled, step.routed_experts, step.plan
-        if step.sampling is not None:
-            expected, sampling = step.sampling
-            sampled = sampling.finish(list(islice(arrays, len(sampling.tensors))))
-            self._rows.set_tokens(expected, _token_of_each(expected.rows, sampled))
         prompts = {row: PromptLogprobs(start, *islice(arrays, 3)) for row, start in step.prompts.items()}
         pooled, failures = split_pooled(step.pooled_rows, next(arrays)) if step.pooled_rows else ({}, [])
         if experts is None:
@@ -169,6 +174,18 @@ class Runner:
             routed_slots=step.routed_slots,
             any_engine_busy=step.any_engine_busy,
         )
+
+    def _receive(self, step: UnfinishedStep) -> Iterator[HostArray]:
+        """Wait for the results of the step, unless that was done, and adopt its tokens. Returns its other results."""
+        if step.arrays is None:
+            if self._wait is not None:
+                self._wait(step)
+            step.arrays = iter(() if step.download is None else step.download.wait())
+            if step.sampling is not None:
+                expected, sampling = step.sampling
+                step.sampled = sampling.finish(list(islice(step.arrays, len(sampling.tensors))))
+                self._rows.set_tokens(expected, _token_of_each(expected.rows, step.sampled))
+        return step.arrays
 
     def _begin(self, plan: StepPlan) -> UnfinishedStep:
         self._update_rows(plan)
@@ -203,6 +220,7 @@ class Runner:
     def _update_rows(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
             self._sampler.free_row(row)
+            self._last_choices.pop(row, None)
             if self._pooler is not None:
                 self._pooler.free_row(row)
             self._prompt_logprobs.pop(row, None)
@@ -263,9 +281,14 @@ class Runner:
             self._relay.share(expected, None)
             return
         assert plan is not None
+        # The forward pass is launched, so the device computes while the host waits for the tokens before.
+        for row in plan.grammar_rows:
+            if (before := self._last_choices.pop(row, None)) is not None:
+                self._receive(before)
         sampling = self._sampler.launch(logits, plan, words)
         if sampling.tensors and self._relay is None:
             step.sampling = expected, sampling
+            self._last_choices |= dict.fromkeys(plan.grammar_rows, step)
             step.tensors += sampling.tensors
             return
         step.sampled = sampling.finish(self._downloads.begin(sampling.tensors).wait() if sampling.tensors else [])

@@ -9,7 +9,7 @@ Driven by the runner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -55,6 +55,12 @@ class SamplingPlan(Protocol):
     @property
     def words(self) -> Int32Array:
         """Numbers that must be on the device when the choice is launched."""
+        ...
+
+    @property
+    def grammar_rows(self) -> Collection[int]:
+        """Rows whose grammar must have accepted their tokens of earlier steps, by `SamplingStep.finish`, when the
+        choice is launched. Empty for a sampler that knows the tokens when `launch` returns."""
         ...
 
 
@@ -112,6 +118,7 @@ class HostPlan(NamedTuple):
     positions: IntArray
     words: Int32Array = np.empty(0, np.int32)
     masks: PendingMasks | None = None
+    grammar_rows: Collection[int] = ()
 
 
 class _KnownTokens:
@@ -200,14 +207,15 @@ class HostSampler(TokenSampler[HostPlan]):
 
     def prepare(self, rows: IntArray, positions: IntArray) -> HostPlan:
         grammars = self._grammars
-        masks = grammars.begin_masks(rows) if grammars is not None and grammars.has_rows else None
-        return HostPlan(rows, positions, masks=masks)
+        if grammars is None or not grammars.has_rows or (matched := grammars.select(rows)) is None:
+            return HostPlan(rows, positions)
+        return HostPlan(rows, positions, masks=grammars.begin_masks(matched))
 
     def launch(self, logits: Tensor, plan: HostPlan, words: Tensor) -> SamplingStep:
         sampled = self.sample(logits, plan.rows, plan.positions, plan.masks)
         self._state.append_tokens(sampled.rows, sampled.token_ids)
-        if self._grammars is not None and self._grammars.has_rows:
-            self._grammars.append_tokens(sampled.rows, sampled.token_ids)
+        if plan.masks is not None:
+            plan.masks.rows.accept(sampled.rows, sampled.token_ids)
         return _KnownTokens(sampled)
 
     @torch.inference_mode()
@@ -246,7 +254,7 @@ class HostSampler(TokenSampler[HostPlan]):
     def _apply_masks(self, logits: Tensor, masks: PendingMasks) -> dict[int, str]:
         """Forbid what the grammars do not allow. Returns the reasons of the matchers that failed, by logit index."""
         words, failed = masks.wait()
-        self._ranking.keep_allowed(logits, self._tensor(masks.indices), self._tensor(words))
+        self._ranking.keep_allowed(logits, self._tensor(masks.rows.indices), self._tensor(words))
         return failed
 
     def _adjust(self, logits: Tensor, step: _Batch) -> None:

@@ -60,6 +60,9 @@ from eagleray.worker.sampling_state import SamplingState
 
 logger = get_logger(__name__)
 
+MASK_THREADS = 4
+"""Number of threads that compute the masks of grammars beside a GPU, which leaves the cores of the host free."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
@@ -327,12 +330,16 @@ def sampler_of(
     of a pooling model none anywhere."""
     if model.spec.pools:
         return IdleSampler()
-    if model.groups.is_sampling and isinstance(model.ranking, DeviceRanking):
+    vocab_size = model.spec.vocab_size
+    is_on_device = model.groups.is_sampling and isinstance(model.ranking, DeviceRanking)
+    rows = None
+    if grammars is not None:
+        rows = GrammarRows(grammars, vocab_size=vocab_size, num_threads=MASK_THREADS if is_on_device else 1)
+    if is_on_device:
         from eagleray.worker.device_sampler import DeviceSampler  # needs Triton, which GPUs alone have
 
         return DeviceSampler(
-            num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device, reported_kind=reported_kind
+            num_rows=num_rows, vocab_size=vocab_size, device=model.device, reported_kind=reported_kind, grammars=rows
         )
-    state = SamplingState(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device)
-    rows = None if grammars is None else GrammarRows(grammars, vocab_size=model.spec.vocab_size)
+    state = SamplingState(num_rows=num_rows, vocab_size=vocab_size, device=model.device)
     return HostSampler(state, model.ranking, reported_kind, rows)

@@ -269,6 +269,7 @@ class ServingWorker:
             downloads_of(model.device),
             reports_logits=reported_kind.is_logits,
             pooler=_pooler_of(loaded),
+            wait=self._wait_until_done if self.is_on_gpu and self._groups.experts.spans_engines else None,
         )
         self._cache = cache
         self._memory = SleepableMemory(model, cache, limits, sampler.last_tokens)
@@ -314,11 +315,12 @@ class ServingWorker:
         """Wait for the results of a step that has begun, and return this rank's report. The step is broken if its
         expert group has been broken since: the device may have computed it without the experts of that engine. A device
         that hangs is noticed by the engine, by the time limit of the step."""
-        if self.is_on_gpu and self._groups.experts.spans_engines:
-            while not self.is_done(step):
-                time.sleep(DEVICE_POLL_SECONDS)
         report = self._runner.finish(step)
         return report if self._broken is None else StepBroken(step=step.plan.step, cause=self._broken)
+
+    def _wait_until_done(self, step: UnfinishedStep) -> None:
+        while not self.is_done(step):
+            time.sleep(DEVICE_POLL_SECONDS)
 
     def open_expert_group(self, epoch: int) -> GroupOpened:
         self._broken = f"the group of epoch {epoch} that shares the experts is not joined yet"

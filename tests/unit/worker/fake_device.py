@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.messages.sampling import Sampling
 from eagleray.models.base import Model
 from eagleray.worker.downloads import Download, DownloadQueue, HostArray
+from eagleray.worker.grammar_rows import GrammarRows, MatchedRows
+from eagleray.worker.grammars import WorkerGrammars
 from eagleray.worker.logprobs import ScoreKind
-from eagleray.worker.sampler import HostPlan, Sampled, SamplingStep, TokenSampler
+from eagleray.worker.sampler import Sampled, SamplingStep, TokenSampler
 
 
 class FakeDownload(Download):
@@ -65,46 +69,73 @@ class FakeDevice(DownloadQueue):
             self.complete()
 
 
-class ArgmaxSampler(TokenSampler[HostPlan]):
+class ArgmaxSampler(TokenSampler["ArgmaxPlan"]):
     """Samples the likeliest token on the device and keeps it there."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, grammars: GrammarRows | None = None) -> None:
         self.last_tokens = torch.full((num_rows,), -1)
         self.rows: set[int] = set()
+        self.grammars = grammars
 
     def add_row(self, row: int, sampling: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         self.rows.add(row)
+        if sampling.is_masked:
+            self.grammars.add_row(row, sampling, token_ids[num_prompt_tokens:])
 
     def free_row(self, row: int) -> None:
         self.rows.discard(row)
+        if self.grammars is not None:
+            self.grammars.free_row(row)
 
     def warm_up(self, num_rows: int, *, num_logprobs: int) -> None:
         pass
 
-    def prepare(self, rows: np.ndarray, positions: np.ndarray) -> HostPlan:
+    def prepare(self, rows: np.ndarray, positions: np.ndarray) -> ArgmaxPlan:
         assert set(rows.tolist()) <= self.rows
-        return HostPlan(rows, positions, rows.astype(np.int32))
+        matched = None if self.grammars is None else self.grammars.select(rows)
+        return ArgmaxPlan(rows, rows.astype(np.int32), matched)
 
-    def launch(self, logits: Tensor, plan: HostPlan, words: Tensor) -> SamplingStep:
+    def launch(self, logits: Tensor, plan: ArgmaxPlan, words: Tensor) -> SamplingStep:
+        if plan.matched is not None:
+            masks, failures = self.grammars.begin_masks(plan.matched).wait()
+            assert not failures
+            Ranking().keep_allowed(logits, torch.from_numpy(plan.matched.indices), torch.from_numpy(masks))
         chosen = logits.argmax(dim=-1)
         self.last_tokens[words[: len(chosen)]] = chosen
-        return ChosenTokens(plan.rows, [chosen])
+        return ChosenTokens(plan, [chosen])
 
 
+@dataclass(frozen=True)
+class ArgmaxPlan:
+    rows: np.ndarray
+    words: np.ndarray
+    matched: MatchedRows | None
+
+    @property
+    def grammar_rows(self) -> Collection[int]:
+        return () if self.matched is None else self.matched.matchers
+
+
+@dataclass(frozen=True)
 class ChosenTokens:
-    def __init__(self, rows: np.ndarray, tensors: list[Tensor]) -> None:
-        self._rows = rows
-        self.tensors = tensors
+    plan: ArgmaxPlan
+    tensors: list[Tensor]
 
     def finish(self, arrays: Sequence[HostArray]) -> Sampled:
-        return Sampled(self._rows.tolist(), arrays[0].tolist(), {}, [])
+        rows, token_ids = self.plan.rows.tolist(), arrays[0].tolist()
+        if self.plan.matched is not None:
+            self.plan.matched.accept(rows, token_ids)
+        return Sampled(rows, token_ids, {}, [])
 
 
 def use_fake_device(patch: pytest.MonkeyPatch, device: FakeDevice, *, depth: int = 2) -> None:
     """Have engines made from now on compute on `device`, with up to `depth` steps in flight."""
 
-    def sampler_of(model: Model, num_rows: int, reported_kind: ScoreKind, grammars: object = None) -> TokenSampler[Any]:
-        return ArgmaxSampler(num_rows)
+    def sampler_of(
+        model: Model, num_rows: int, reported_kind: ScoreKind, grammars: WorkerGrammars | None
+    ) -> TokenSampler[Any]:
+        rows = None if grammars is None else GrammarRows(grammars, vocab_size=model.spec.vocab_size)
+        return ArgmaxSampler(num_rows, rows)
 
     patch.setattr("eagleray.models.registry.choose_backend", lambda *_, **__: TorchBackend())
     patch.setattr("eagleray.worker.worker.downloads_of", lambda _: device)

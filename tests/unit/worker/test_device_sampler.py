@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from msgspec.structs import replace
 from no_host_reads import no_host_reads
+from random_grammars import TOKENS_TO_FAILURE, grammar_rows, random_grammar
 from sampler_launch import launch
 from sampling_oracle import Request, random_logits, random_request
 
+from eagleray.kernels.cuda.triton.logit_adjustments import keep_masked
 from eagleray.kernels.cuda.triton.sampling import _uniform
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.sampling import Sampling
@@ -35,26 +37,26 @@ class Pair:
     requests: dict[int, Request] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.state = SamplingState(num_rows=self.num_rows, vocab_size=self.vocab_size, device=torch.device("cpu"))
-        self.sampler = HostSampler(self.state, Ranking())
+        state = SamplingState(num_rows=self.num_rows, vocab_size=self.vocab_size, device=torch.device("cpu"))
+        self.sampler = HostSampler(state, Ranking(), grammars=grammar_rows(self.vocab_size))
         self.device_sampler = DeviceSampler(
             num_rows=self.num_rows,
             vocab_size=self.vocab_size,
             device=torch.device("cpu"),
             split_size=self.split_size,
+            grammars=grammar_rows(self.vocab_size, num_threads=2),
         )
         self.device_sampler.last_tokens.fill_(UNKNOWN)
 
     def start(self, row: int, request: Request) -> None:
         self.requests[row] = Request(request.sampling, request.prompt, list(request.generated))
-        self.state.add_row(row, request.sampling, request.known, len(request.prompt))
+        self.sampler.add_row(row, request.sampling, request.known, len(request.prompt))
         self.device_sampler.add_row(row, request.sampling, request.known, len(request.prompt))
 
     def step(self, logits: torch.Tensor, rows: list[int]) -> tuple[Sampled, Sampled]:
         """Sample with both, and return the results of the CPU's and of the device's."""
         positions = [len(self.requests[row].known) for row in rows]
-        expected = self.sampler.sample(logits.clone(), np.array(rows), np.array(positions))
-        self.state.append_tokens(expected.rows, expected.token_ids)
+        expected = launch(self.sampler, logits.clone(), np.array(rows), np.array(positions)).finish([])
         for row, token in zip(expected.rows, expected.token_ids, strict=True):
             self.requests[row].generated.append(token)
 
@@ -92,7 +94,9 @@ def test_device_sampler_random_requests_equal_cpu_sampler(vocab_size: int, split
             return made
         requested = tuple(rng.integers(0, vocab_size, size=rng.integers(0, 4)).tolist())
         reported = replace(made.sampling, logprobs=int(rng.integers(0, 6)), logprob_token_ids=requested)
-        return Request(reported, made.prompt, made.generated)
+        if rng.random() < 0.5:
+            return Request(reported, made.prompt, made.generated)
+        return Request(replace(reported, grammar=random_grammar(str(rng.integers(10, 99)))), made.prompt, [])
 
     for row in range(8):
         pair.start(row, request())
@@ -184,6 +188,50 @@ def test_device_sampler_row_without_allowed_token_fails_alone() -> None:
     assert failure.row == 5 and failure.is_user_error
 
 
+def test_device_sampler_rows_with_grammars_equal_cpu_sampler() -> None:
+    """Grammars beside rows without one, with every feature that follows a mask, in two threads."""
+    rng = np.random.default_rng(6)
+    features = [
+        {"temperature": 0.0},
+        {"top_p": 0.9, "logprobs": 3},
+        {"top_k": 5, "logit_bias": {3: 4.0}, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "logprobs": 2, "logprob_token_ids": (7,)},
+    ]
+    pair = Pair(100, num_rows=12)
+    for row in range(12):
+        grammar = None if row % 6 == 5 else random_grammar(str(row))
+        pair.start(row, Request(Sampling(seed=row, grammar=grammar, **features[row % 4]), [1, 2], []))
+    for _ in range(3):
+        rows = rng.permutation(12)[:11].tolist()
+        assert len(check_step(pair, random_logits(rng, 11, 100), rows).rows) == 11
+
+
+def test_device_sampler_grammar_that_fails_ends_its_row_alone() -> None:
+    pair = Pair(40)
+    for row, source in enumerate(["0", TOKENS_TO_FAILURE, "2"]):
+        pair.start(row, Request(Sampling(seed=0, temperature=0.0, grammar=random_grammar(source)), [0], []))
+    for _ in range(int(TOKENS_TO_FAILURE)):
+        assert not check_step(pair, torch.arange(40).float().repeat(3, 1), [0, 1, 2]).failures
+    logits = torch.arange(40).float().repeat(3, 1)
+    (failure,) = check_step(pair, logits, [2, 1, 0]).failures
+    assert (failure.row, failure.message) == (1, "the grammar is over") and failure.is_user_error
+    logits[1] = torch.nan
+    (failure,) = check_step(pair, logits, [2, 1, 0]).failures
+    assert "no finite logits" in failure.message and not failure.is_user_error
+
+
+@pytest.mark.parametrize("vocab_size", [1, 32, 1024, 2500])
+def test_keep_masked_kernel_equals_torch(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn((5, vocab_size + 3), generator=generator)
+    masks = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32)), generator=generator).to(torch.int32)
+    indices = torch.tensor([4, 0, 3], dtype=torch.int32)
+    expected = logits.clone()
+    Ranking().keep_allowed(expected[:, 1 : vocab_size + 1], indices.long(), masks)
+    keep_masked(logits[:, 1 : vocab_size + 1], indices, masks)
+    assert torch.equal(logits, expected) and torch.isinf(logits).any()
+
+
 def test_device_sampler_penalties_and_bad_words_follow_tokens_of_the_device() -> None:
     rng = np.random.default_rng(9)
     pair = Pair(12, split_size=16)
@@ -240,7 +288,14 @@ def test_device_sampler_warm_up_runs_every_kernel_and_leaves_nothing(
     launched = set()
     launches = {
         device_sampler.sampling: ("find_first", "cut_front", "draw"),
-        device_sampler.adjustments: ("keep_allowed", "forbid_bad_words", "suppress", "add_bias", "penalise"),
+        device_sampler.adjustments: (
+            "keep_masked",
+            "keep_allowed",
+            "forbid_bad_words",
+            "suppress",
+            "add_bias",
+            "penalise",
+        ),
         device_sampler: ("collect_reported",),
         device_sampling_state: ("apply_segments", "write_counts"),
     }
@@ -297,7 +352,7 @@ def test_device_sampler_memory_of_freed_rows_is_reused() -> None:
         state = pair.device_sampler._state
         sizes.append((len(state.memory), len(state.counts)))
         pair.device_sampler.free_row(row)
-        pair.state.free_row(row)
+        pair.sampler.free_row(row)
     assert len(set(sizes[1:])) == 1
 
 

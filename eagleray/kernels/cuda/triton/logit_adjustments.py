@@ -1,7 +1,8 @@
-"""Changes of logits before a token is chosen: allowed tokens, bad words, suppressed tokens, bias, penalties.
+"""Changes of logits before a token is chosen: masks of grammars, allowed tokens, bad words, suppressed tokens, bias,
+penalties.
 
-Each function changes float32 logits [n, vocab_size] in place, for the rows that ask for it in their records. `memory`
-has the records, `rows` int32 [n] the row of each of the logits.
+Each function changes float32 logits [n, vocab_size] in place, for the rows that ask for it in their records, or have a
+mask. `memory` has the records, `rows` int32 [n] the row of each of the logits.
 """
 
 from __future__ import annotations
@@ -38,6 +39,16 @@ def keep_allowed(logits: Tensor, memory: Tensor, rows: Tensor) -> None:
     """Forbid the tokens that are not allowed."""
     grid = (len(logits), triton.cdiv(logits.shape[1], BLOCK))
     _keep_allowed[grid](logits, memory, rows, logits.shape[1], logits.stride(0), BLOCK=BLOCK)
+
+
+def keep_masked(logits: Tensor, indices: Tensor, masks: Tensor) -> None:
+    """Forbid the tokens that are not in the mask of their row.
+
+    indices: int32 [m], of logits without duplicates; masks: int32 [m, ceil(vocab_size / 32)], contiguous, one bit for
+    each token, the first one the lowest.
+    """
+    grid = (len(indices), triton.cdiv(logits.shape[1], BLOCK))
+    _keep_masked[grid](logits, indices, masks, logits.shape[1], masks.shape[1], logits.stride(0), BLOCK=BLOCK)
 
 
 def forbid_bad_words(logits: Tensor, memory: Tensor, rows: Tensor, positions: Tensor) -> None:
@@ -77,6 +88,17 @@ def _keep_allowed(logits, memory, rows, vocab_size, stride, BLOCK: tl.constexpr)
     bits = tl.load(memory + start + (ids >> 5), mask=is_token, other=0)
     is_forbidden = ((bits >> (ids & 31)) & 1) == 0
     tl.store(logits + line.to(tl.int64) * stride + ids, float("-inf"), mask=is_token & is_forbidden)
+
+
+@triton.jit
+def _keep_masked(logits, indices, masks, vocab_size, num_words, stride, BLOCK: tl.constexpr):
+    number = tl.program_id(0)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = ids < vocab_size
+    bits = tl.load(masks + number.to(tl.int64) * num_words + (ids >> 5), mask=is_token, other=0)
+    is_forbidden = ((bits >> (ids & 31)) & 1) == 0
+    own = logits + tl.load(indices + number).to(tl.int64) * stride + ids
+    tl.store(own, float("-inf"), mask=is_token & is_forbidden)
 
 
 @triton.jit
