@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from eagleray.errors import CheckpointError, InvalidRequest
-from eagleray.grammars.matcher import TokenMask, mask_words
+from eagleray.grammars.lark_rules import SpecialTokens, json_options
+from eagleray.grammars.matcher import TokenMask, allow_only, mask_words
+from eagleray.grammars.structural_tag_lark import to_lark
+from eagleray.grammars.structural_tags import parse_structural_tag
 from eagleray.messages.grammars import Grammar
 
 PARAM = "structured_outputs"
@@ -47,17 +50,35 @@ class LLGuidanceCompiler:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         except ValueError as error:
             raise CheckpointError(f"structured outputs cannot use this model's tokenizer: {error}") from None
+        self._special_tokens = _special_tokens(tokenizer_json, self._tokenizer)
 
     def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         """See `GrammarCompiler.compile`."""
         try:
-            matcher = LLMatcher(self._tokenizer, _definition(grammar), log_level=QUIET, limits=LIMITS)
+            matcher = LLMatcher(self._tokenizer, self._definition(grammar), log_level=QUIET, limits=LIMITS)
+        except InvalidRequest:
+            raise
         except ValueError as error:
             raise _wrong(str(error)) from None
         compiled = LLGuidanceGrammar(matcher, self._eos_token_ids)
         # The lexer is built when it is first used, so a limit may be hit only here, and so is a grammar without a text.
         compiled.check_first_tokens(self._vocab_size)
         return compiled
+
+    def _definition(self, grammar: Grammar) -> str:
+        """Return the grammar in the form of the library. Raises ValueError."""
+        match grammar.kind:
+            case "json_schema":
+                return LLMatcher.grammar_from_json_schema(grammar.source, overrides=json_options(grammar.whitespace))
+            case "choice":
+                return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(grammar.source))))
+            case "regex":
+                return grammar_from("regex", grammar.source)
+            case "ebnf":
+                return grammar_from("grammar", grammar.source)
+            case "structural_tag":
+                form = parse_structural_tag(grammar.source, PARAM)
+                return to_lark(form, self._special_tokens, grammar.whitespace, PARAM)
 
 
 class LLGuidanceGrammar:
@@ -91,32 +112,16 @@ class LLGuidanceMatcher:
 
     def fill_mask(self, mask: TokenMask) -> None:
         """See `Matcher.fill_mask`."""
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            allow_only(mask, self._eos_token_ids)
+        else:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """See `Matcher.accept`."""
         tokens = [token_id for token_id in token_ids if token_id not in self._eos_token_ids]
         if tokens and not self._matcher.is_stopped():
             self._matcher.consume_tokens(tokens)
-
-
-def _definition(grammar: Grammar) -> str:
-    """Return the grammar in the form of the library. Raises ValueError."""
-    match grammar.kind:
-        case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.source, overrides=_json_options(grammar.whitespace))
-        case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(grammar.source))))
-        case "regex":
-            return grammar_from("regex", grammar.source)
-        case "ebnf":
-            return grammar_from("grammar", grammar.source)
-        case "structural_tag":
-            raise InvalidRequest("structural tags are not supported yet", param=PARAM)
-
-
-def _json_options(whitespace: str) -> Any:
-    return {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
 
 
 def _wrong(message: str) -> InvalidRequest:
@@ -133,3 +138,23 @@ def _wrong(message: str) -> InvalidRequest:
 
 def _first_line(message: str) -> str:
     return message.strip().split("\n", 1)[0]
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+    special: bool
+
+
+class _AddedTokens(msgspec.Struct):
+    added_tokens: list[_AddedToken]
+
+
+def _special_tokens(tokenizer_json: str, tokenizer: LLTokenizer) -> SpecialTokens:
+    """Return the tokens that the library matches by id only: those that are special, and those like <text>."""
+    added = msgspec.json.decode(tokenizer_json, type=_AddedTokens).added_tokens
+    special = [token for token in added if tokenizer.is_special_token(token.id)]
+    return SpecialTokens(
+        {token.content: token.id for token in special},
+        text_like=frozenset(token.id for token in special if not token.special),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +19,14 @@ MASK_BITS = 32
 def mask_words(vocab_size: int) -> int:
     """Return the number of words of a `TokenMask`."""
     return -(-vocab_size // MASK_BITS)
+
+
+def allow_only(mask: TokenMask, token_ids: Iterable[int]) -> None:
+    """Let `mask` allow these tokens."""
+    mask[:] = 0
+    bits = mask.view(np.uint32)
+    for token_id in token_ids:
+        bits[token_id // MASK_BITS] |= np.uint32(1 << token_id % MASK_BITS)
 
 
 class Matcher(Protocol):

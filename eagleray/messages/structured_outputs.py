@@ -60,7 +60,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
         if self.disable_any_whitespace:
             whitespace = ""
         kind, source = self._kind_and_source()
-        return Grammar(kind=kind, source=source, whitespace=whitespace if kind == "json_schema" else "")
+        has_json = kind in ("json_schema", "structural_tag")
+        return Grammar(kind=kind, source=source, whitespace=whitespace if has_json else "")
 
     def _kind_and_source(self) -> tuple[GrammarKind, str]:
         if self.json_object:
