@@ -165,13 +165,6 @@ def test_extension_results_are_in_order_of_rank(checkpoint, directory):
         assert len(llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 5
 
 
-def test_llm_without_an_extension_has_built_in_methods_alone(checkpoint):
-    with LLM(str(checkpoint), **OPTIONS) as llm:
-        assert llm.collective_rpc("check_health") == [None]
-        with pytest.raises(InvalidRequest, match="the workers have no method `describe`: every worker has `check_h"):
-            llm.collective_rpc("describe")
-
-
 def test_missing_extension_is_refused_at_the_start(checkpoint, directory):
     with pytest.raises(ConfigError, match="module `users_probe` has no `Prober`"):
         LLM(str(checkpoint), worker_extension_cls="users_probe:Prober", **OPTIONS)

@@ -229,6 +229,12 @@ def test_generate_one_invalid_prompt_runs_none(llm):
     assert len(llm.generate("fine", GREEDY)[0].outputs[0].token_ids) == 20
 
 
+def test_collective_rpc_without_an_extension_has_built_in_methods_alone(llm):
+    assert llm.collective_rpc("check_health") == [None]
+    with pytest.raises(InvalidRequest, match="the workers have no method `describe`: every worker has `check_h"):
+        llm.collective_rpc("describe")
+
+
 def test_llm_invalid_option_raises_before_start(checkpoint):
     with pytest.raises(ConfigError, match="`port` is for the HTTP server"):
         LLM(str(checkpoint), port=80)

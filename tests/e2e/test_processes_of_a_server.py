@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from checkpoints import make_checkpoint
+from processes import children_of
 from serving import END_SECONDS, READY_SECONDS, serve, wait_until_gone
 
 from eagleray.cli.serve import INTERRUPTED, SAME_SIGNAL_SECONDS
@@ -52,6 +53,7 @@ def stream(server, max_tokens: int = 8000):
 NO_RESTARTS = ("--max-engine-restarts", "0")
 
 
+@pytest.mark.grid  # the same with a worker, below
 def test_serve_engine_given_up_is_named_to_clients_and_log(checkpoint):
     with serve(checkpoint, *OPTIONS, *NO_RESTARTS) as server, stream(server) as lines:
         pids = server.children
@@ -66,6 +68,7 @@ def test_serve_engine_given_up_is_named_to_clients_and_log(checkpoint):
         wait_until_gone(pids, END_SECONDS)
 
 
+@pytest.mark.grid  # test_streams_survive.py kills the supervisor of more processes
 def test_serve_killed_supervisor_all_processes_exit(checkpoint):
     with serve(checkpoint, *OPTIONS) as server:
         pids = server.children
@@ -89,11 +92,14 @@ def test_serve_killed_worker_without_restart_is_named(checkpoint):
         os.kill(workers_of(server)[1], signal.SIGKILL)
         rest = list(lines)
         assert "worker engine-0/tp1-pp0: it was killed by SIGKILL" in rest[-2]
+        assert rest[-1] == "data: [DONE]"
         assert server.wait() == 1
         assert "worker engine-0/tp1-pp0: it was killed by SIGKILL" in server.log
+        assert "it is given up" in server.log
         wait_until_gone(pids, END_SECONDS)
 
 
+@pytest.mark.grid  # the next test stops a server, test_streams_survive.py kills one
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_serve_stopped_workers_exit(checkpoint, how):
     with serve(checkpoint, *OPTIONS, *WORKERS) as server:
@@ -110,9 +116,13 @@ def test_serve_killed_engine_its_workers_exit(checkpoint):
         os.kill(pids[0], signal.SIGKILL)
         wait_until_gone(pids, END_SECONDS)
         server.wait_for(r"engine-0\.1 serves again", READY_SECONDS)
+        pids = [*server.children, *children_of(server.child("engine-0.1"))]
+        assert len(pids) == 4
     assert server.process.returncode == 0
+    wait_until_gone(pids, END_SECONDS)
 
 
+@pytest.mark.grid  # test_fleet.py kills the engine too
 def test_serve_killed_api_server_is_replaced_without_refusals(checkpoint):
     with serve(checkpoint, *OPTIONS) as server:
         os.kill(server.child("client-0"), signal.SIGKILL)
@@ -160,12 +170,16 @@ def default_hangup():
     signal.signal(signal.SIGHUP, handler)
 
 
+def lose_terminal(server) -> None:
+    """Signal as the system and the shell do, perhaps both of them: every process of the terminal's group."""
+    for pid in [*server.children, server.process.pid] * 2:
+        os.kill(pid, signal.SIGHUP)
+
+
+@pytest.mark.grid  # the test of the drain timeout loses its terminal too
 def test_serve_lost_terminal_drains(checkpoint, default_hangup):
-    """The system and the shell signal every process of the terminal's group, perhaps both of them."""
     with serve(checkpoint, *OPTIONS) as server, stream(server, max_tokens=1000) as lines:
-        pids = [*server.children, server.process.pid]
-        for pid in pids * 2:
-            os.kill(pid, signal.SIGHUP)
+        lose_terminal(server)
         server.wait_for("stopping", 10)
         rest = list(lines)
         assert rest[-1] == "data: [DONE]"
@@ -196,9 +210,9 @@ def test_serve_interrupted_start_is_quiet_and_leaves_nothing(checkpoint):
     wait_until_gone([int(found[1])], END_SECONDS)
 
 
-def test_serve_drain_timeout_aborts_running_requests(checkpoint):
+def test_serve_drain_timeout_aborts_running_requests(checkpoint, default_hangup):
     with serve(checkpoint, *OPTIONS, "--shutdown-timeout", "0.2") as server, stream(server) as lines:
-        server.process.send_signal(signal.SIGTERM)
+        lose_terminal(server)
         rest = list(lines)
         assert '"finish_reason":"abort"' in rest[-2]
         assert rest[-1] == "data: [DONE]"
@@ -249,6 +263,7 @@ def test_serve_truncated_weight_file_is_named(checkpoint, tmp_path):
     assert "model.safetensors" in message
 
 
+@pytest.mark.grid  # test_llm.py
 def test_serve_cache_below_one_sequence_is_refused(checkpoint):
     message = refusal(checkpoint, "--port", "0", "--max-model-len", "4000", "--num-kv-blocks", "10")
     assert "160 tokens" in message
@@ -261,7 +276,8 @@ def test_serve_unknown_option_is_refused(checkpoint):
 
 @pytest.mark.parametrize(
     ("option", "size"),
-    [("--tensor-parallel-size", "3"), pytest.param("--pipeline-parallel-size", "9", marks=pytest.mark.grid)],
+    [("--tensor-parallel-size", "3"), ("--pipeline-parallel-size", "9")],
 )
+@pytest.mark.grid  # tests/unit/models/test_sharding.py
 def test_serve_parallel_size_that_does_not_divide_is_refused(checkpoint, option, size):
     assert option[2:].replace("-", "_") in refusal(checkpoint, "--port", "0", option, size)

@@ -35,14 +35,14 @@ PROMPTS = [random_prompt(length, length, VOCAB) for length in (1, 2, 15, 16, 17,
 PATH = "/inference/v1/generate"
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "small chunks": {"max_num_batched_tokens": 16},
     "without a prefix cache": {"enable_prefix_caching": False},
     "every request preempted": {"block_size": 4, "max_model_len": 160, "num_kv_blocks": 42},
     "tp": {"tensor_parallel_size": 2},
     "pp": {"pipeline_parallel_size": 2},
-    "dp": {"data_parallel_size": 2},
 }
 GRID: dict[str, dict[str, Any]] = {
+    "small chunks": {"max_num_batched_tokens": 16},
+    "dp": {"data_parallel_size": 2},
     "a step at a time": {"async_scheduling": False},
     "a process": {"executor": "processes"},
     "ray": {"executor": "ray"},
@@ -114,7 +114,7 @@ def test_routed_experts_equal_transformers_routers(checkpoint, options):
     ("family", "overrides"),
     [
         pytest.param("mixtral", {}, id="mixtral", marks=pytest.mark.grid),
-        pytest.param("qwen3_moe", MANY, id="300 experts"),
+        pytest.param("qwen3_moe", MANY, id="300 experts", marks=pytest.mark.grid),
         pytest.param("qwen3_moe", {"decoder_sparse_step": 2}, id="every second layer", marks=pytest.mark.grid),
         pytest.param("qwen3_moe", DENSE_FIRST, id="a dense layer first", marks=pytest.mark.grid),
         pytest.param("deepseek_v2", {}, id="deepseek-v2", marks=pytest.mark.grid),

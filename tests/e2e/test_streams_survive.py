@@ -114,7 +114,8 @@ def test_streams_with_one_of_two_engines_lost_are_unchanged(checkpoint, undistur
     assert server.process.returncode == 0, server.log
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)])
+@pytest.mark.grid  # test_llm.py kills a worker too
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_streams_with_worker_lost_are_unchanged(checkpoint, undisturbed, how):
     with serve(checkpoint, *OPTIONS, *WORKERS) as server:
         engine = server.child("engine-0")
@@ -139,7 +140,8 @@ def test_streams_with_engine_killed_and_worker_stopped_are_unchanged(checkpoint,
         wait_until_gone([engine, worker], END_SECONDS)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)])
+@pytest.mark.grid  # test_fleet.py kills one of two too
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_streams_with_one_of_two_api_servers_lost_break_only_there(checkpoint, undisturbed, how):
     """The connections of the lost server break; those of the other, and all new ones, do not."""
     with serve(checkpoint, *OPTIONS, "--api-server-count", "2") as server:

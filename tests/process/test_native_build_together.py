@@ -103,6 +103,7 @@ def libraries(cache: Path) -> list[str]:
     return [path.suffix for path in (cache / "kernels").iterdir() if path.suffix != ".lock"]
 
 
+@pytest.mark.grid  # the next test has them compile, too
 def test_four_processes_compile_once(start, source, tmp_path):
     for process in start_together(start, source):
         assert process.communicate(timeout=SECONDS) == ("42\n", "")

@@ -82,7 +82,7 @@ def next_plan(step: int, rows: int = 2) -> StepPlan:
     return StepPlan(step=step, freed_rows=[], new_rows=[], new_blocks=[], rows=list(range(rows)), num_tokens=[1] * rows)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.grid), 3])
 def test_process_group_calls_are_answered_by_all_and_steps_by_sampler(workers):
     before = children()
     with executor(workers) as opened:
