@@ -14,6 +14,8 @@ from typing import Any
 
 from llguidance import LLMatcher, grammar_from
 
+from eagleray.grammars.llguidance_schemas import prepare_schema
+
 Piece = str | int
 """Text, or the id of a special token."""
 
@@ -65,9 +67,8 @@ class LarkRules:
         return self._name("T", "", expression)
 
     def json_schema(self, schema: dict[str, Any], whitespace: str) -> str:
-        """Return the expression for JSON by this schema. `whitespace`: see `Grammar`."""
-        options = schema.get("x-guidance", {}) | json_options(whitespace)
-        return self.rule(f"%json {json.dumps(schema | {'x-guidance': options})}")
+        """Return the expression for JSON by this schema. `whitespace`: see `Grammar`. Raises `InvalidRequest`."""
+        return self.rule(f"%json {prepare_schema(json.dumps(schema), whitespace)}")
 
     def regex(self, pattern: str) -> str:
         """Return the expression for a regular expression."""
@@ -86,11 +87,6 @@ class LarkRules:
 
     def _name(self, prefix: str, options: str, expression: str) -> str:
         return self._names.setdefault((options, expression), f"{prefix}{len(self._names)}")
-
-
-def json_options(whitespace: str) -> Any:
-    """Return the options of llguidance for JSON with this white space between elements. See `Grammar`."""
-    return {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
 
 
 def text_literal(text: str) -> str:

@@ -7,7 +7,6 @@ refused on every machine or on none.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -15,13 +14,13 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from eagleray.errors import CheckpointError, InvalidRequest
-from eagleray.grammars.lark_rules import SpecialTokens, json_options
+from eagleray.grammars.lark_rules import SpecialTokens
+from eagleray.grammars.llguidance_errors import PARAM, refusal
+from eagleray.grammars.llguidance_schemas import prepare_schema
 from eagleray.grammars.matcher import TokenMask, allow_only, mask_words
 from eagleray.grammars.structural_tag_lark import to_lark
 from eagleray.grammars.structural_tags import parse_structural_tag
 from eagleray.messages.grammars import Grammar
-
-PARAM = "structured_outputs"
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
@@ -59,7 +58,7 @@ class LLGuidanceCompiler:
         except InvalidRequest:
             raise
         except ValueError as error:
-            raise _wrong(str(error)) from None
+            raise refusal(str(error)) from None
         compiled = LLGuidanceGrammar(matcher, self._eos_token_ids)
         # The lexer is built when it is first used, so a limit may be hit only here, and so is a grammar without a text.
         compiled.check_first_tokens(self._vocab_size)
@@ -69,7 +68,7 @@ class LLGuidanceCompiler:
         """Return the grammar in the form of the library. Raises ValueError."""
         match grammar.kind:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(grammar.source, overrides=json_options(grammar.whitespace))
+                return LLMatcher.grammar_from_json_schema(prepare_schema(grammar.source, grammar.whitespace))
             case "choice":
                 return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(grammar.source))))
             case "regex":
@@ -96,7 +95,7 @@ class LLGuidanceGrammar:
         if not first.is_error():
             first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if first.is_error():
-            raise _wrong(first.get_error())
+            raise refusal(first.get_error())
         if not mask.any() or (first.is_stopped() and not first.is_accepting()):
             raise InvalidRequest("the grammar matches no text: no token can come first", param=PARAM)
 
@@ -122,18 +121,6 @@ class LLGuidanceMatcher:
         tokens = [token_id for token_id in token_ids if token_id not in self._eos_token_ids]
         if tokens and not self._matcher.is_stopped():
             self._matcher.consume_tokens(tokens)
-
-
-def _wrong(message: str) -> InvalidRequest:
-    unsupported = re.search(r"Unimplemented keys: \[(.*)\]", message)
-    if unsupported:
-        keys = unsupported[1].replace('"', "`")
-        return InvalidRequest(
-            f"the JSON schema has keywords that are not supported: {keys}; leave them out, or check them after the "
-            "answer has come",
-            param=PARAM,
-        )
-    return InvalidRequest(f"the grammar is wrong or too large: {_first_line(message)}", param=PARAM)
 
 
 def _first_line(message: str) -> str:

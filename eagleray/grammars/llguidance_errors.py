@@ -1,0 +1,56 @@
+"""Sentences for users in place of llguidance's messages."""
+
+from __future__ import annotations
+
+import re
+
+from eagleray.errors import InvalidRequest
+
+PARAM = "structured_outputs"
+
+SENTENCES = (
+    (
+        r"Unimplemented keys: \[(?P<keys>.*)\]",
+        "the JSON schema has keywords that are not supported: {keys}; leave them out, or check them after the answer "
+        "has come",
+    ),
+    (
+        "oneOf constraints are not supported",
+        "the JSON schema has a `oneOf` with alternatives that may match at once; use `anyOf`, or give each of them a "
+        "required property with a `const` of its own",
+    ),
+    (
+        "min/maxProperties only supported",
+        "the JSON schema has `minProperties` or `maxProperties` in an object that has optional `properties`, which is "
+        "not supported",
+    ),
+    (
+        "patternProperty regexes (?P<patterns>.*) are not disjoint",
+        "the JSON schema has `patternProperties` that may match the same name: {patterns}",
+    ),
+    (
+        "is not present in a registry|(Anchor|Pointer) .* does not exist|circular references with sibling keys",
+        "the JSON schema has a `$ref` that is not supported, because it leads out of the schema, to nothing, or back "
+        "to itself beside other keywords: {message}",
+    ),
+    ("Failed to generate regex for", "the JSON schema has a `minimum` or `maximum` beyond 64 bits: {message}"),
+    ("lookarounds not supported yet", "an expression in `pattern` or `regex` looks around, which is not supported"),
+    ("regex parse error", "an expression in `pattern` or `regex` is wrong or not supported: {message}"),
+    ("Unsatisfiable schema: (?P<reason>.*)", "no value satisfies the JSON schema: {reason}"),
+    (r"Invalid type: (?P<type>\S+)", "the JSON schema has the `type` {type}, which does not exist"),
+    ("NoExtension", "the grammar matches no text that can be generated"),
+    ("schema too large", "the JSON schema is too large"),
+)
+"""Expressions that are searched for in a message, and the sentence for the user. The first one is taken."""
+
+MAX_MESSAGE = 300
+
+
+def refusal(message: str) -> InvalidRequest:
+    """Return the error for a grammar that llguidance refuses with this message."""
+    whole = " ".join(message.split())[:MAX_MESSAGE]
+    for expression, sentence in SENTENCES:
+        if found := re.search(expression, whole):
+            parts = {name: part.replace('"', "`") for name, part in found.groupdict().items()}
+            return InvalidRequest(sentence.format(message=whole, **parts), param=PARAM)
+    return InvalidRequest(f"the grammar is wrong or too large: {whole}", param=PARAM)

@@ -1,0 +1,221 @@
+"""JSON schemas in the form that llguidance follows as the specification says.
+
+Where it would follow a schema differently, the schema is rewritten or refused here. llguidance itself refuses keywords
+that it does not have. Formats that the specification does not define are annotations, so they have no effect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from math import inf, lcm
+from typing import Any, NoReturn, TypeGuard
+
+from eagleray.errors import InvalidRequest
+from eagleray.grammars.ecma_regex import CONTROLS, to_rust
+from eagleray.grammars.llguidance_errors import PARAM
+
+DRAFTS = (
+    "http://json-schema.org/draft-04/schema",
+    "http://json-schema.org/draft-06/schema",
+    "http://json-schema.org/draft-07/schema",
+    "https://json-schema.org/draft/2019-09/schema",
+    "https://json-schema.org/draft/2020-12/schema",
+)
+DRAFTS_WITHOUT_SIBLINGS = DRAFTS[:3]
+"""Drafts that ignore every keyword beside `$ref`."""
+
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value has schemas by name."""
+VALUES = ("const", "enum")
+ANNOTATIONS = ("title", "description", "default", "examples", "$comment")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"  # Python and JavaScript have no year 0
+_LEAP = "(?:0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = f"(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)"
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,9})?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+PATTERNS_OF_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
+"""Formats that llguidance follows loosely: it has February 29 in every year, and a leap second in every minute."""
+
+FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
+"""Formats that llguidance follows."""
+UNSUPPORTED_FORMATS = (
+    "idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer",
+    "uri-reference", "uri-template",
+)  # fmt: skip
+
+OPTIONS = {"json_allowed_escapes": 'nrbtf\\"'}
+"""Options of llguidance, which take the place of those in a schema. Without `u`, a text has one form in JSON, so that a
+free property cannot have the name of a named one."""
+
+MAX_DEPTH = 100
+MAX_MULTIPLE = 2**32
+"""llguidance computes common multiples with 32 bits, without a check."""
+
+
+def prepare_schema(source: str, whitespace: str) -> str:
+    """Return a schema that llguidance follows as the specification says, with its options. `whitespace`: see `Grammar`.
+    Raises `InvalidRequest`, with the keyword and its place, for a schema that it would not follow."""
+    try:
+        schema = _prepare_root(_parse(source)) | {"x-guidance": OPTIONS | _whitespace_options(whitespace)}
+        return json.dumps(schema, default=float)
+    except RecursionError:
+        raise InvalidRequest("the JSON schema is nested too deeply", param=PARAM) from None
+
+
+def _parse(source: str) -> Any:
+    try:
+        return json.loads(source, parse_float=_finite, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise InvalidRequest(f"the JSON schema is not valid JSON: {error}", param=PARAM) from None
+
+
+def _prepare_root(schema: Any) -> dict[str, Any]:
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest(
+            "the JSON schema must be an object" + ", because no value satisfies false" * (schema is False), param=PARAM
+        )
+    prepared: dict[str, Any] = _Preparation(schema).prepared
+    return prepared
+
+
+def _whitespace_options(whitespace: str) -> dict[str, Any]:
+    return {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+
+
+class _Preparation:
+    """The prepared form of one schema. `place` is a JSON pointer."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._draft = str(schema.get("$schema", DRAFTS[-1])).rstrip("#")
+        self._multiples: list[Decimal] = []
+        self._has_references = False
+        self.prepared = self._prepare(schema, "#", 0)
+        self._check_multiples()
+
+    def _prepare(self, schema: Any, place: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            _refuse(place, f"the schema is nested more than {MAX_DEPTH} times")
+        if isinstance(schema, list):
+            return [self._prepare(one, f"{place}/{number}", depth + 1) for number, one in enumerate(schema)]
+        if not isinstance(schema, dict):
+            return schema
+        self._check(schema, place)
+        prepared: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in ANNOTATIONS or (key == "uniqueItems" and value is False):
+                continue
+            if key in VALUES:
+                prepared[key] = value
+            elif key in NAMED_SCHEMAS and isinstance(value, dict):
+                prepared[key] = {
+                    _pattern(name, place) if key == "patternProperties" else name: self._prepare(
+                        one, f"{place}/{key}/{name}", depth + 1
+                    )
+                    for name, one in value.items()
+                }
+            elif key == "pattern" and isinstance(value, str):
+                prepared[key] = _pattern(value, place)
+            elif key == "format" and isinstance(value, str):
+                prepared |= self._format(value, schema, place)
+            else:
+                prepared[key] = self._prepare(value, f"{place}/{key}", depth + 1)
+        return prepared
+
+    def _check(self, schema: Mapping[str, Any], place: str) -> None:
+        """Raise `InvalidRequest` for what llguidance would follow wrongly."""
+        if str(schema.get("$schema", self._draft)).rstrip("#") not in DRAFTS:
+            _refuse(place, f"`$schema` must be one of {', '.join(DRAFTS)}")
+        if "$ref" in schema:
+            self._has_references = True
+            if ("$id" in schema or "id" in schema) and self._draft in DRAFTS_WITHOUT_SIBLINGS:
+                _refuse(place, "`$id` beside `$ref` has no meaning before the draft 2019-09")
+        for key in (*BOUNDS, *VALUES):
+            for value in _scalars(schema.get(key)):
+                if _is_number(value) and Decimal(repr(float(Decimal(value)))) != value:
+                    _refuse(place, f"`{key}` has {value}, which is no number of 64 bits")
+                if isinstance(value, str) and not CONTROLS.isdisjoint(value):
+                    _refuse(place, f"`{key}` has a control character")
+        multiple = schema.get("multipleOf")
+        if _is_number(multiple):
+            if multiple <= 0:
+                _refuse(place, f"`multipleOf` must be above 0, not {multiple}")
+            self._multiples.append(Decimal(multiple))
+        minimum, required = schema.get("minProperties"), schema.get("required", ())
+        if _is_number(minimum) and isinstance(required, list | tuple) and minimum - len(set(required)) > 1:
+            _refuse(
+                place,
+                f"`minProperties` is {minimum}, but the names of properties that are not in `required` may repeat in a "
+                "text, so at most one of them can be demanded",
+            )
+
+    def _format(self, name: str, schema: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Return keywords in place of a `format`."""
+        if name in UNSUPPORTED_FORMATS:
+            _refuse(place, f"`format` {name} is not supported")
+        if name not in PATTERNS_OF_FORMATS:
+            return {"format": name} if name in FORMATS else {}
+        pattern = {"pattern": PATTERNS_OF_FORMATS[name]}
+        if "pattern" not in schema:
+            return pattern
+        others = schema.get("allOf")
+        if isinstance(others, list):
+            _refuse(place, f"`format` {name} beside both `pattern` and `allOf` is not supported")
+        return {"allOf": [pattern | {key: schema[key] for key in ("type",) if key in schema}]}
+
+    def _check_multiples(self) -> None:
+        """Raise `InvalidRequest` if values of `multipleOf` that apply together have too large a common multiple."""
+        if len(self._multiples) < 2 and not self._has_references:
+            return
+        scale = 10 ** max((_num_decimals(multiple) for multiple in self._multiples), default=0)
+        scaled = [int(multiple * scale) for multiple in self._multiples]
+        if scaled and lcm(*scaled) * max(scaled) >= MAX_MULTIPLE:
+            _refuse("#", "the common multiple of all `multipleOf` is too large")
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """Yield the values in a JSON value that have no parts."""
+    if isinstance(value, list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _scalars(one)
+    else:
+        yield value
+
+
+def _pattern(pattern: str, place: str) -> str:
+    try:
+        return to_rust(pattern)
+    except ValueError as error:
+        _refuse(place, f"the pattern {pattern} is not supported, because {error}")
+
+
+def _is_number(value: Any) -> TypeGuard[int | Decimal]:
+    return isinstance(value, int | Decimal) and not isinstance(value, bool)
+
+
+def _num_decimals(number: Decimal) -> int:
+    exponent = number.as_tuple().exponent
+    return max(0, -exponent) if isinstance(exponent, int) else 0
+
+
+def _refuse(place: str, reason: str) -> NoReturn:
+    raise InvalidRequest(f"the JSON schema cannot be followed at {place}: {reason}", param=PARAM)
+
+
+def _finite(text: str) -> Decimal:
+    number = Decimal(text)
+    if abs(float(number)) == inf:
+        raise ValueError(f"{text} is beyond 64 bits")
+    return number
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
