@@ -12,7 +12,8 @@ from eagleray.messages.grammars import Grammar, GrammarKind
 
 PARAM = "structured_outputs"
 
-DEFAULT_WHITESPACE = r"[ \n\t]{0,16}"
+MAX_WHITESPACE = 16
+DEFAULT_WHITESPACE = rf"[ \n\t]{{0,{MAX_WHITESPACE}}}"
 """White space between elements of JSON: enough for indented text, too little to wander in until `max_tokens`."""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
