@@ -9,12 +9,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import xgrammar
 
 from eagleray.errors import InvalidRequest
 from eagleray.grammars.matcher import TokenMask, mask_words
+from eagleray.grammars.structural_tags import parse_structural_tag
 from eagleray.grammars.xgrammar_process import CompileJob, CompileProcess, TokenVocabulary, tokenizer_info
 from eagleray.grammars.xgrammar_schemas import PARAM, check_enforced
 from eagleray.messages.grammars import Grammar
@@ -102,7 +104,7 @@ def _job(grammar: Grammar) -> CompileJob:
     source = grammar.source
     match grammar.kind:
         case "json_schema":
-            check_enforced(_parsed(source, "JSON schema"))
+            check_enforced(_parse_schema(source))
             return CompileJob(
                 method="compile_json_schema", arguments=[source], options=_json_options(grammar.whitespace)
             )
@@ -132,30 +134,25 @@ def _json_options(whitespace: str) -> dict[str, Any]:
 
 def _structural_tag(source: str) -> str:
     """Return a structural tag in the newer form. Raises `InvalidRequest`."""
-    tag = _parsed(source, "structural tag")
-    _check_schemas(tag)
-    if not isinstance(tag, dict) or "structures" not in tag:
-        return source
-    tags = [
-        {"begin": one["begin"], "content": {"type": "json_schema", "json_schema": one["schema"]}, "end": one["end"]}
-        for one in tag["structures"]
-    ]
-    form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+    form = msgspec.to_builtins(parse_structural_tag(source, PARAM))
+    _check_schemas(form)
     return json.dumps({"type": "structural_tag", "format": form})
 
 
-def _check_schemas(tag: Any) -> None:
-    """Raise `InvalidRequest` for a schema in the tag that is not enforced."""
-    if isinstance(tag, list):
-        for part in tag:
+def _check_schemas(form: Any) -> None:
+    """Raise `InvalidRequest` for a schema in a structural tag that is not enforced."""
+    if isinstance(form, list):
+        for part in form:
             _check_schemas(part)
-    elif isinstance(tag, dict):
-        for name, value in tag.items():
-            (check_enforced if name in ("json_schema", "schema") else _check_schemas)(value)
+    elif isinstance(form, dict):
+        if form.get("type") == "json_schema":
+            check_enforced(form["json_schema"])
+        else:
+            _check_schemas([*form.values()])
 
 
-def _parsed(source: str, name: str) -> Any:
+def _parse_schema(source: str) -> Any:
     try:
         return json.loads(source)
     except ValueError as error:
-        raise InvalidRequest(f"the {name} is not valid JSON: {error}", param=PARAM) from None
+        raise InvalidRequest(f"the JSON schema is not valid JSON: {error}", param=PARAM) from None
