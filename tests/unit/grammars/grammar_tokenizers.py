@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from eagleray.grammars.llguidance_compiler import LLGuidanceCompiler
-from eagleray.grammars.matcher import CompiledGrammar, Matcher, mask_words
+from eagleray.grammars.matcher import CompiledGrammar, GrammarCompiler, Matcher, mask_words
 from eagleray.messages.grammars import Grammar
 
 TEXTS = [
@@ -22,7 +22,7 @@ class Words(NamedTuple):
     """A tokenizer with a compiler of grammars for it."""
 
     tokenizer: Tokenizer
-    compiler: LLGuidanceCompiler
+    compiler: GrammarCompiler
     eos: int
 
     @classmethod
