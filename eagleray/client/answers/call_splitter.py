@@ -10,7 +10,7 @@ from collections.abc import Container
 from eagleray.client.answers.marker_search import MarkerSearch
 from eagleray.client.answers.part_writer import PartWriter
 from eagleray.client.answers.parts import AnswerPart
-from eagleray.client.answers.text_reader import JSON_ENDS, JsonEnds, Reading, TextReader
+from eagleray.client.answers.text_reader import JSON_ENDS, Emit, JsonEnds, Reading, TextReader, discard
 
 _KEYS_OF_ARGUMENTS = ("arguments", "parameters")
 _KEYS_OF_CALLS = ("name", "type", "id", *_KEYS_OF_ARGUMENTS)
@@ -58,8 +58,7 @@ class CallSplitter(ABC):
 
     def read_broken(self, end: MarkerSearch) -> Reading[None]:
         """Read the rest of a broken call up to its end marker. If no arguments came before, it is the arguments."""
-        ignored: list[str] = []
-        yield from self.text.read_until(end, ignored.append if self.parts.has_arguments else self.parts.arguments)
+        yield from self.text.read_until(end, discard if self.parts.has_arguments else self.parts.arguments)
 
     def read_call_object(self, ends: JsonEnds = JSON_ENDS, names: Container[str] | None = None) -> Reading[CallEnd]:
         """Read a call that is a JSON object with `name` and `arguments` or `parameters`, in any order.
@@ -68,47 +67,41 @@ class CallSplitter(ABC):
         from other JSON.
         """
         name: str | None = None
-        early: list[str] | None = None  # arguments that came before the name
+        early: list[str] = []  # arguments that come before the name
         has_arguments = False
-
-        def broken() -> CallEnd:
-            return CallEnd.NO_CALL if name is None else CallEnd.BROKEN
-
         if not (yield from self.text.take("{")):
             return CallEnd.NO_CALL
-        while True:
-            yield from self.text.read_space()
-            if (yield from self.text.take("}", ",")) == "}":
+        while (key := (yield from self._read_key())) is not None:
+            if names is not None and key not in _KEYS_OF_CALLS:
                 break
-            yield from self.text.read_space()
-            key = yield from self._read_key()
-            if key is None or (names is not None and key not in _KEYS_OF_CALLS):
-                return broken()
-            value: list[str] = []
             if key in _KEYS_OF_ARGUMENTS and not has_arguments:
                 has_arguments = True
-                early = value if name is None else None
-                emit = value.append if name is None else self.parts.arguments
-                is_complete = yield from self.text.read_json(emit, ends)
+                emit = early.append if name is None else self.parts.arguments
+                is_complete = yield from self._read_arguments(emit, ends)
             else:
-                is_complete = yield from self.text.read_json(value.append, ends)
+                pieces: list[str] = []
+                is_complete = yield from self.text.read_json(pieces.append, ends)
+                if key == "name" and name is None:
+                    name = _string(pieces)
+                    if not name or (names is not None and name not in names):
+                        return CallEnd.NO_CALL
+                    self.begin_call(name)
+                    self.parts.arguments("".join(early))
             if not is_complete:
-                return broken()
-            if key == "name" and name is None:
-                name = _string(value)
-                if not name or (names is not None and name not in names):
-                    name = None
-                    return CallEnd.NO_CALL
-                self.begin_call(name)
-                self.parts.arguments("".join(early or []))
+                break
         if name is None:
             return CallEnd.NO_CALL
+        if key is not None or not (yield from self.text.take("}")):
+            return CallEnd.BROKEN
         if not has_arguments:
             self.parts.arguments("{}")
         return CallEnd.COMPLETE
 
     def _read_key(self) -> Reading[str | None]:
-        """Read a key with its colon; None if none comes."""
+        """Read the next key with its colon; None if none comes."""
+        yield from self.text.read_space()
+        yield from self.text.take(",")
+        yield from self.text.read_space()
         pieces: list[str] = []
         if (yield from self.text.peek()) != '"' or not (yield from self.text.read_json(pieces.append)):
             return None
@@ -118,11 +111,20 @@ class CallSplitter(ABC):
         yield from self.text.read_space()
         return _string(pieces)
 
+    def _read_arguments(self, emit: Emit, ends: JsonEnds) -> Reading[bool]:
+        """Emit the arguments of a call. Some models write the object as a JSON string: it is decoded."""
+        if (yield from self.text.peek()) != '"':
+            return (yield from self.text.read_json(emit, ends))
+        pieces: list[str] = []
+        is_complete = yield from self.text.read_json(pieces.append, ends)
+        emit(_string(pieces) or "".join(pieces))
+        return is_complete
+
 
 def _string(pieces: list[str]) -> str | None:
     """Decode a JSON string; None for another value."""
     try:
         value = json.loads("".join(pieces), strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from eagleray.client.answers.parts import Splitter
 from eagleray.client.answers.tools import Tool, ToolChoice
@@ -17,9 +17,9 @@ StructuralFormat = dict[str, Any]
 class ToolFormat(ABC):
     """One format of tool calls. Stateless; a splitter has the state of one answer."""
 
-    name: ClassVar[str]
+    name: str
     """Name of the parser in vLLM, for `--tool-call-parser`."""
-    markers: ClassVar[tuple[str, ...]]
+    markers: tuple[str, ...]
     """Texts that delimit calls. Those that are special tokens of a tokenizer are decoded, although others are not."""
 
     def fits_template(self, template: str) -> bool:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from eagleray.client.answers.call_splitter import CallEnd, CallSplitter
-from eagleray.client.answers.constraints import constrain_calls, json_value
+from eagleray.client.answers.constraints import constrain_calls, json_value, tag
 from eagleray.client.answers.formats import StructuralFormat, ToolFormat
 from eagleray.client.answers.marker_search import MarkerSearch
 from eagleray.client.answers.parts import Splitter
@@ -45,10 +45,11 @@ class _HermesSplitter(CallSplitter):
             elif end is CallEnd.BROKEN:
                 yield from self.read_broken(self._END)
             else:
-                self.parts.separator((yield from self.text.read_space()))
-                yield from self.text.take(END, "}" + END)  # some models close one bracket too many
+                space = yield from self.text.read_space()
+                if not (yield from self.text.take(END, "}" + END)):  # some models close one bracket too many
+                    self.parts.separator(space)
 
 
 def _tag(tool: Tool) -> StructuralFormat:
     begin = f'{START}\n{{"name": {json.dumps(tool.name)}, "arguments": '
-    return {"type": "tag", "begin": begin, "content": json_value(tool.parameters), "end": "}\n" + END}
+    return tag(begin, json_value(tool.parameters), "}\n" + END)

@@ -18,6 +18,11 @@ Emit = Callable[[str], object]
 
 WHITE_SPACE = " \t\r\n"
 
+
+def discard(text: str) -> None:
+    """Take text that belongs to no part."""
+
+
 _SPACE = re.compile(f"[{WHITE_SPACE}]*")
 _IN_STRING = MarkerSearch('"', "\\")
 

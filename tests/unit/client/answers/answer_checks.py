@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from random import Random
 from typing import Any, NamedTuple
-
-from hypothesis import strategies as st
 
 from eagleray.client.answers.formats import ToolFormat
 from eagleray.client.answers.part_writer import join_parts
@@ -61,39 +60,31 @@ def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def json_texts(*markers: str) -> st.SearchStrategy[str]:
-    """Return strings with escapes, brackets, several alphabets, and the markers of a format."""
-    special = [
-        "{",
-        "}",
-        "[",
-        "]",
-        '"',
-        "\\",
-        "\\u00e9",
-        "\n",
-        "\t",
-        "'",
-        ":",
-        ",",
-        ";",
-        "</",
-        "é",
-        "日本",
-        "🙂",
-        "\x01",
-    ]
-    return st.lists(st.sampled_from([*special, *markers, "a", "Paris"]), max_size=6).map("".join)
+SPECIAL = (*"{}[]\"\\\n\t':,;a\x01", "\\u00e9", "</", "é", "日本", "🙂")
 
 
-def json_arguments(texts: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Any]]:
-    """Return arguments with nested values."""
-    scalars = (
-        st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
-    )
-    values = st.recursive(
-        scalars | texts,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
-        max_leaves=5,
-    )
-    return st.dictionaries(texts, values, max_size=3)
+def random_text(random: Random, markers: Sequence[str]) -> str:
+    """Return a string with escapes, brackets, several alphabets, and markers of formats."""
+    return "".join(random.choices([*SPECIAL, *markers], k=random.randrange(6)))
+
+
+def random_value(random: Random, markers: Sequence[str], depth: int = 0) -> Any:
+    """Return a JSON value, nested up to three times."""
+    number = random.choice([0, -7, 10**20, 0.5, 1e-7, -2.5e30])
+    match random.choice(["text", "text", "number", "constant", *(["list", "object"] if depth < 3 else [])]):
+        case "text":
+            return random_text(random, markers)
+        case "number":
+            return number
+        case "constant":
+            return random.choice([None, True, False])
+        case "list":
+            return [random_value(random, markers, depth + 1) for _ in range(random.randrange(3))]
+        case _:
+            return random_object(random, markers, depth + 1)
+
+
+def random_object(random: Random, markers: Sequence[str], depth: int = 0) -> dict[str, Any]:
+    """Return a JSON object with nested values."""
+    keys = [random_text(random, markers) for _ in range(random.randrange(4))]
+    return {key: random_value(random, markers, depth) for key in keys}

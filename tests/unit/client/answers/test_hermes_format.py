@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from answer_checks import answer_of, split_whole
 
-from eagleray.client.answers.registry import get_tool_format
+from eagleray.client.answers.tool_formats import get_tool_format
 
 HERMES = get_tool_format("hermes")
 

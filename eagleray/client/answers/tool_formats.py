@@ -1,11 +1,18 @@
-"""The formats of tool calls by name, and by chat template."""
+"""The formats of tool calls by name, and the one that fits a chat template."""
 
 from __future__ import annotations
 
 from eagleray.client.answers.formats import ToolFormat
 from eagleray.client.answers.hermes import HermesFormat
+from eagleray.client.answers.llama3_json import Llama3JsonFormat
+from eagleray.client.answers.mistral import MistralFormat
+from eagleray.client.answers.qwen3_coder import Qwen3CoderFormat
+from eagleray.errors import ConfigError
 
 _FORMATS: dict[str, ToolFormat] = {}
+
+SAME_FORMATS = {"llama4_json": "llama3_json", "qwen3_json": "hermes", "qwen3_xml": "qwen3_coder"}
+"""Further names of formats, as vLLM has them."""
 
 
 def register_tool_format(tool_format: ToolFormat) -> None:
@@ -13,14 +20,13 @@ def register_tool_format(tool_format: ToolFormat) -> None:
     _FORMATS[tool_format.name] = tool_format
 
 
-def tool_format_names() -> list[str]:
-    """Return the names of all formats."""
-    return sorted(_FORMATS)
-
-
 def get_tool_format(name: str) -> ToolFormat:
-    """Return the format of a name; KeyError if no format has it."""
-    return _FORMATS[name]
+    """Return the format by one of its names. Raises `ConfigError`."""
+    found = _FORMATS.get(name) or _FORMATS.get(SAME_FORMATS.get(name, name))
+    if found is None:
+        known = ", ".join(sorted([*_FORMATS, *SAME_FORMATS]))
+        raise ConfigError(f"tool_call_parser: there is no format {name!r}; use auto, none or one of {known}")
+    return found
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
@@ -32,5 +38,5 @@ def find_tool_format(template: str) -> ToolFormat | None:
     return max(fitting, key=lambda tool_format: len(tool_format.markers), default=None)
 
 
-for _format in (HermesFormat(),):
+for _format in (HermesFormat(), Llama3JsonFormat(), MistralFormat(), Qwen3CoderFormat()):
     register_tool_format(_format)

@@ -1,0 +1,119 @@
+"""What every format of tool calls has to hold: calls that a template writes are found again, however they are cut."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+from answer_checks import answer_of, pieces_of, random_object, random_text, random_value, split
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tool_templates import FAMILIES
+
+from eagleray.client.answers.tool_formats import find_tool_format, get_tool_format
+from eagleray.client.answers.tools import Tool
+from eagleray.errors import ConfigError
+
+NAMES = ("get_weather", "f", "look-up_2")
+CONTENT = ("", "Let me look.", "A <tool {1, 2} [TOOL\n<b>é🙂</b>")
+MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "f"', "</")
+PIECES = [*MARKERS, "[CALL_ID]", "<function=", "</function>", "<parameter=", "</parameter>", "</tool_call>", "{", "}"]
+PIECES += [
+    "[",
+    "]",
+    '"',
+    ":",
+    ",",
+    ";",
+    ">",
+    '"name"',
+    '"arguments"',
+    '"f"',
+    "f",
+    '{"name": "f", "parameters": {',
+    "\n",
+]
+TYPES = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "ratio": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "items": {"type": "array"},
+    "options": {"type": "object"},
+    "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+}
+TOOLS = [Tool(name=name, parameters={"properties": TYPES}) for name in NAMES]
+
+
+def typed_arguments(random: Random) -> dict[str, Any]:
+    """Return arguments that follow `TYPES`."""
+    markers = [*MARKERS, "<parameter=", "</function>"]
+    values = {
+        "text": random_text(random, markers).replace("\n<", "<"),  # where a value ends
+        "count": random.choice([0, -3, 10**20]),
+        "ratio": random.choice([0.5, 1e-7, 3, -2.5e30]),
+        "flag": random.choice([True, False]),
+        "items": [random_value(random, MARKERS)],
+        "options": random_object(random, MARKERS),
+        "maybe": random.choice([None, 5]),
+    }
+    return {name: values[name] for name in random.sample(list(values), random.randrange(len(values)))}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=40)
+@given(st.integers(0))
+def test_tool_format_calls_of_template_in_pieces_are_found(family: str, seed: int) -> None:
+    random = Random(seed)
+    splitter = partial(get_tool_format(FAMILIES[family].tool_format).splitter, TOOLS)
+    make = typed_arguments if family == "qwen3_coder" else partial(random_object, markers=MARKERS)
+    calls = [(random.choice(NAMES), make(random)) for _ in range(random.randint(1, 3))]
+    content, after = random.choice(CONTENT), random.choice(["", "\n", "\nDone."])
+    text = FAMILIES[family].write(content, calls) + after
+    whole = split(splitter(), [text])
+    answer = answer_of(whole)
+    assert answer.content.split() == (content + after).split()
+    assert answer.content.startswith(content)
+    assert [(name, json.loads(arguments)) for name, arguments in answer.calls] == calls
+    assert split(splitter(), text) == whole
+    for num_cuts in (1, 2, 8):
+        assert split(splitter(), pieces_of(text, random.choices(range(len(text)), k=num_cuts))) == whole
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "qwen3_coder"])
+@settings(max_examples=40)
+@given(
+    text=st.lists(st.sampled_from(PIECES), max_size=20).map("".join),
+    cuts=st.lists(st.integers(0, 99), max_size=8),
+)
+def test_tool_format_any_text_in_pieces_agrees_with_whole(name: str, text: str, cuts: list[int]) -> None:
+    tool_format = get_tool_format(name)
+    whole = split(tool_format.splitter(TOOLS), [text])
+    assert split(tool_format.splitter(TOOLS), text) == whole
+    assert split(tool_format.splitter(TOOLS), pieces_of(text, cuts)) == whole
+    if not answer_of(whole).calls:
+        assert answer_of(whole).content == text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_find_tool_format_template_of_family_has_most_specific(family: str) -> None:
+    found = find_tool_format(FAMILIES[family].template)
+    assert found is not None
+    assert found.name == FAMILIES[family].tool_format
+
+
+def test_find_tool_format_template_without_calls_has_none() -> None:
+    assert find_tool_format("{{ messages[0].content }}") is None
+
+
+@pytest.mark.parametrize(("name", "expected"), [("qwen3_xml", "qwen3_coder"), ("hermes", "hermes")])
+def test_get_tool_format_further_name_is_found(name: str, expected: str) -> None:
+    assert get_tool_format(name).name == expected
+
+
+def test_get_tool_format_unknown_name_raises_with_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no format 'hermess'; use auto, none or one of hermes, llama3_json"):
+        get_tool_format("hermess")
