@@ -11,10 +11,27 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 END_ID, IM_END_ID = 0, 2
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n' }}{% endif %}
+{{- 'These functions may be called:\\n' }}
+{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}
+{{- 'A call is written as:\\n<tool_call>\\n{"name": "...", "arguments": {...}}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in (messages[1:] if tools and messages[0].role == 'system' else messages) %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{%- set function = call.function or call %}
+{%- if not loop.first or message.content %}{{ '\\n' }}{% endif %}
+{{- '<tool_call>\\n{"name": "' + function.name + '", "arguments": ' }}
+{{- function.arguments if function.arguments is string else function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
 ANSWER_START = f"{IM_START}assistant\n"
 # Qwen2's: a leading space or sign stays with its word, every digit stands alone.
 WORD_PATTERN = (
