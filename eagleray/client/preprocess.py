@@ -284,6 +284,14 @@ class RequestBuilder:
             )
         if params.stop_strings:
             self._need_tokenizer("`stop`", "stop")
+        if params.structured_outputs is not None:
+            self._need_tokenizer("`structured_outputs`", "structured_outputs")
+            if params.trace_decode_token_ids:
+                raise InvalidRequest(
+                    "`trace_decode_token_ids` gives the tokens of the completion, which `structured_outputs` cannot "
+                    "constrain then: leave one of them out",
+                    param="structured_outputs",
+                )
 
     def _scores(self, params: SamplingParams, engine: EngineInfo, num_prompt_tokens: int) -> PromptScores | None:
         if params.prompt_logprob_token_ids is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from eagleray.errors import CheckpointError, InvalidRequest
 from eagleray.grammars.lark_rules import SpecialTokens
 from eagleray.grammars.llguidance_errors import PARAM, refusal
 from eagleray.grammars.llguidance_schemas import prepare_schema
-from eagleray.grammars.matcher import TokenMask, allow_only, mask_words
+from eagleray.grammars.matcher import TokenMask, allow_only, forbid, mask_words
 from eagleray.grammars.structural_tag_lark import to_lark
 from eagleray.grammars.structural_tags import parse_structural_tag
 from eagleray.messages.grammars import Grammar
@@ -37,19 +38,19 @@ QUIET = 0
 
 
 class LLGuidanceCompiler:
-    """`vocab_size` is the model's, which may have more ids than the tokenizer has tokens."""
+    """`vocab_size` is the model's, which may have more ids than the tokenizer has tokens. Without `eos_token_ids`, a
+    matcher allows no token where nothing may follow."""
 
     def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raise `CheckpointError` for a tokenizer that the library cannot use. `tokenizer_json` is a tokenizer.json."""
         self._vocab_size = vocab_size
-        self._eos_token_ids = frozenset(eos_token_ids)
-        if not eos_token_ids:
-            raise CheckpointError("structured outputs need a model that has an end-of-sequence token")
+        added = msgspec.json.decode(tokenizer_json, type=_AddedTokens).added_tokens
+        self._ends = _Ends.of(eos_token_ids, added)
         try:
-            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(self._ends.token_ids))
         except ValueError as error:
             raise CheckpointError(f"structured outputs cannot use this model's tokenizer: {error}") from None
-        self._special_tokens = _special_tokens(tokenizer_json, self._tokenizer)
+        self._special_tokens = _special_tokens(added, self._tokenizer)
 
     def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         """See `GrammarCompiler.compile`."""
@@ -59,7 +60,7 @@ class LLGuidanceCompiler:
             raise
         except ValueError as error:
             raise refusal(str(error)) from None
-        compiled = LLGuidanceGrammar(matcher, self._eos_token_ids)
+        compiled = LLGuidanceGrammar(matcher, self._ends)
         # The lexer is built when it is first used, so a limit may be hit only here, and so is a grammar without a text.
         compiled.check_first_tokens(self._vocab_size)
         return compiled
@@ -80,13 +81,30 @@ class LLGuidanceCompiler:
                 return to_lark(form, self._special_tokens, grammar.whitespace, PARAM)
 
 
+@dataclass(frozen=True)
+class _Ends:
+    """Tokens that end a text for the library."""
+
+    token_ids: frozenset[int]
+    are_generated: bool
+    """Whether the model knows them. If not, they stand in for its missing end-of-sequence token."""
+
+    @classmethod
+    def of(cls, eos_token_ids: Sequence[int], added: Sequence[_AddedToken]) -> _Ends:
+        if eos_token_ids:
+            return cls(frozenset(eos_token_ids), are_generated=True)
+        if special := [token.id for token in added if token.special]:
+            return cls(frozenset(special[:1]), are_generated=False)
+        raise CheckpointError("structured outputs need a tokenizer that has an end-of-sequence or a special token")
+
+
 class LLGuidanceGrammar:
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: LLMatcher, ends: _Ends) -> None:
         self._initial = matcher
-        self._eos_token_ids = eos_token_ids
+        self._ends = ends
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._initial.deep_copy(), self._eos_token_ids)
+        return LLGuidanceMatcher(self._initial.deep_copy(), self._ends)
 
     def check_first_tokens(self, vocab_size: int) -> None:
         """Raise `InvalidRequest` if no text can be generated."""
@@ -101,24 +119,33 @@ class LLGuidanceGrammar:
 
 
 class LLGuidanceMatcher:
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: LLMatcher, ends: _Ends) -> None:
         self._matcher = matcher
-        self._eos_token_ids = eos_token_ids
+        self._ends = ends
 
     @property
     def failure(self) -> str | None:
-        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else None
+        if not self._matcher.is_error():
+            return None
+        return f"the grammar of the completion failed: {_first_line(self._matcher.get_error())}"
+
+    @property
+    def is_complete(self) -> bool:
+        """See `Matcher.is_complete`."""
+        return self._matcher.is_accepting()
 
     def fill_mask(self, mask: TokenMask) -> None:
         """See `Matcher.fill_mask`."""
-        if self._matcher.is_stopped() and not self._matcher.is_error():
-            allow_only(mask, self._eos_token_ids)
+        if self._matcher.is_stopped():
+            allow_only(mask, self._ends.token_ids if self.is_complete else ())
         else:
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if not self._ends.are_generated:
+            forbid(mask, self._ends.token_ids)
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """See `Matcher.accept`."""
-        tokens = [token_id for token_id in token_ids if token_id not in self._eos_token_ids]
+        tokens = [token_id for token_id in token_ids if token_id not in self._ends.token_ids]
         if tokens and not self._matcher.is_stopped():
             self._matcher.consume_tokens(tokens)
 
@@ -137,9 +164,8 @@ class _AddedTokens(msgspec.Struct):
     added_tokens: list[_AddedToken]
 
 
-def _special_tokens(tokenizer_json: str, tokenizer: LLTokenizer) -> SpecialTokens:
+def _special_tokens(added: Sequence[_AddedToken], tokenizer: LLTokenizer) -> SpecialTokens:
     """Return the tokens that the library matches by id only: those that are special, and those like <text>."""
-    added = msgspec.json.decode(tokenizer_json, type=_AddedTokens).added_tokens
     special = [token for token in added if tokenizer.is_special_token(token.id)]
     return SpecialTokens(
         {token.content: token.id for token in special},

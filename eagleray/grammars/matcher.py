@@ -22,11 +22,25 @@ def mask_words(vocab_size: int) -> int:
 
 
 def allow_only(mask: TokenMask, token_ids: Iterable[int]) -> None:
-    """Let `mask` allow these tokens."""
-    mask[:] = 0
-    bits = mask.view(np.uint32)
+    """Let `mask` allow these tokens and no others."""
+    mask.fill(0)
+    allow(mask, token_ids)
+
+
+def allow(mask: TokenMask, token_ids: Iterable[int]) -> None:
+    """Let `mask` allow these tokens too."""
     for token_id in token_ids:
-        bits[token_id // MASK_BITS] |= np.uint32(1 << token_id % MASK_BITS)
+        mask[token_id // MASK_BITS] |= _bit(token_id)
+
+
+def forbid(mask: TokenMask, token_ids: Iterable[int]) -> None:
+    """Let `mask` forbid these tokens."""
+    for token_id in token_ids:
+        mask[token_id // MASK_BITS] &= ~_bit(token_id)
+
+
+def _bit(token_id: int) -> np.int32:
+    return np.uint32(1 << token_id % MASK_BITS).view(np.int32)
 
 
 class Matcher(Protocol):
@@ -35,6 +49,11 @@ class Matcher(Protocol):
     @property
     def failure(self) -> str | None:
         """Reason why the matcher can go on no longer: a token that the grammar forbids, or a limit."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text so far is one of the grammar's."""
         ...
 
     def fill_mask(self, mask: TokenMask) -> None:

@@ -66,6 +66,11 @@ class XGrammarMatcher:
         self._eos_token_ids = eos_token_ids
         self.failure: str | None = None
 
+    @property
+    def is_complete(self) -> bool:
+        """See `Matcher.is_complete`."""
+        return bool(self._matcher.is_completed())
+
     def fill_mask(self, mask: TokenMask) -> None:
         """See `Matcher.fill_mask`."""
         if self.failure is None:

@@ -91,8 +91,8 @@ class RowFailure(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Result of a step. A row is in exactly one of `rows`, `pooled` and `failures`, or in none while its prompt is
-    being computed."""
+    """Result of a step. A row is in exactly one of `rows`, `pooled`, `ended` and `failures`, or in none while its
+    prompt is being computed."""
 
     step: int
     rows: list[int]
@@ -106,6 +106,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pooled: dict[int, Array] = {}
     """float32 [size] Vector of each row whose prompt is complete, by row, with a pooling model: features of the pooled
     hidden state, or the outputs of a classifier's head."""
+    ended: list[int] = []
+    """Rows whose text is complete by their grammar, and for which no token is left to choose."""
     failures: list[RowFailure] = []
     routed_experts: Array | None = None
     """[tokens of the plan's `capture_rows`, in its order; num_moe_layers; top_k] The experts of each token, by the

@@ -310,6 +310,7 @@ class Scheduler:
         self._histograms.on_step(sum(flight.runs.values()))
         tokens = dict(zip(result.rows, result.token_ids, strict=True))
         failures = {failure.row: failure for failure in result.failures}
+        ended = set(result.ended)
         deltas = [b""] * len(flight.runs) if self._routed is None else self._routed.store(result, flight.runs)
         outputs: list[AddressedChunk] = []
         for run, routed in zip(flight.runs, deltas, strict=True):
@@ -320,6 +321,8 @@ class Scheduler:
                 continue
             if run.row in failures:
                 outputs.append(self._fail(run, failures[run.row], routed))
+            elif run.row in ended:
+                outputs.append(self._end(run, result, routed))
             elif run.row in result.pooled:
                 outputs.append(self._deliver_pooled(run, result.pooled[run.row], flight.weight_version))
             elif run.row in tokens or run.row in result.prompt_logprobs or routed:
@@ -493,6 +496,17 @@ class Scheduler:
             weight_version=new_version,
             finish_reason=FinishReason.STOP,
             **run.request.times.until_now(),
+        )
+
+    def _end(self, run: Run, result: StepResult, routed: bytes) -> AddressedChunk:
+        """Finish a request whose text is complete, without a further token."""
+        times = run.request.times.until_now() if run.request.times.first_token_at is None else {}
+        self._remove(run.request)
+        return run.request.make_chunk(
+            prompt_logprobs=result.prompt_logprobs.get(run.row),
+            routed_experts=routed,
+            finish_reason=FinishReason.STOP,
+            **times,
         )
 
     def _fail(self, run: Run, failure: RowFailure, routed: bytes) -> AddressedChunk:

@@ -96,7 +96,7 @@ class DeviceSamplingStep:
         token_ids, statuses = arrays[0][:, : len(own.rows)]
         failed = {int(index): MESSAGES[int(statuses[index])] for index in np.flatnonzero(statuses)}
         failed |= {index: reason for index, reason in self._refused.items() if failed.get(index) != NOT_FINITE}
-        sampled = gather_sampled(own.rows, token_ids.tolist(), self._reports(arrays[1:]), failed)
+        sampled = gather_sampled(own.rows, token_ids.tolist(), self._reports(arrays[1:]), failed, own.grammars)
         if own.grammars is not None:
             own.grammars.accept(sampled.rows, sampled.token_ids)
         return sampled

@@ -46,7 +46,7 @@ from eagleray.worker.routed_experts import ExpertsReader
 from eagleray.worker.sampler import Sampled, SamplingStep, TokenSampler
 from eagleray.worker.token_relay import TokenRelay
 
-NOTHING_SAMPLED = Sampled([], [], {}, [])
+NOTHING_SAMPLED = Sampled([], [], {}, [], [])
 
 
 @dataclass(slots=True)
@@ -169,6 +169,7 @@ class Runner:
             logprobs=sampled.logprobs,
             prompt_logprobs=prompts,
             pooled=pooled,
+            ended=sampled.ended,
             failures=sampled.failures + failures,
             routed_experts=experts,
             routed_slots=step.routed_slots,
@@ -345,9 +346,9 @@ class Runner:
 
 
 def _token_of_each(rows: IntArray, sampled: Sampled) -> IntArray:
-    """Return the token of each of `rows`, int64 [num_rows]. A row that failed gets token 0 until it is freed, because
+    """Return the token of each of `rows`, int64 [num_rows]. A row without one gets token 0 until it is freed, because
     steps that compute it may be in flight."""
-    if not sampled.failures:
+    if len(sampled.rows) == len(rows):
         return np.array(sampled.token_ids, dtype=np.int64)
     token_of = dict(zip(sampled.rows, sampled.token_ids, strict=True))
     return np.array([token_of.get(row, 0) for row in rows.tolist()], dtype=np.int64)

@@ -24,7 +24,7 @@ from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import RowFailure
 from eagleray.worker.downloads import HostArray
-from eagleray.worker.grammar_rows import GrammarRows, PendingMasks
+from eagleray.worker.grammar_rows import GrammarRows, MatchedRows, PendingMasks
 from eagleray.worker.logprobs import RAW_LOGPROBS, ScoreKind, sample_logprobs
 from eagleray.worker.random_sampler import RandomSampler, uniform
 from eagleray.worker.sampling_state import SamplingFeature, SamplingState
@@ -35,17 +35,23 @@ NOTHING_LEFT = (
     "no token is left to choose: allowed_token_ids, bad_words and min_tokens together forbid every one, "
     "or penalties made logits infinite; loosen them"
 )
+NOTHING_LEFT_BY_GRAMMAR = (
+    "no token is left to choose: the grammar of structured_outputs, allowed_token_ids, bad_words and min_tokens "
+    "together forbid every one; loosen them"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens sampled in a step. A row is in `rows` or in `failures`."""
+    """Tokens sampled in a step. A row is in `rows`, in `ended` or in `failures`."""
 
     rows: list[int]
     token_ids: list[int]
     """Tokens in the order of `rows`."""
     logprobs: dict[int, TokenLogprobs]
     """Log-probabilities by row, for rows that asked for them."""
+    ended: list[int]
+    """Rows whose grammar is complete, and for which no token is left."""
     failures: list[RowFailure]
 
 
@@ -243,7 +249,7 @@ class HostSampler(TokenSampler[HostPlan]):
             reports = self._report_processed(logits, highest, reported, drawn, chosen, step)
         elif len(reported):
             reports = self._report(raw, None, reported, chosen, step)
-        return gather_sampled(rows.tolist(), chosen.tolist(), reports, failed)
+        return gather_sampled(rows.tolist(), chosen.tolist(), reports, failed, None if masks is None else masks.rows)
 
     def _raw(self, logits: Tensor, reported: IntArray, step: _Batch) -> Tensor:
         """Return the raw logits to report on, [num_reported, vocab_size]: a copy if they will change."""
@@ -346,19 +352,31 @@ def _clear_broken(logits: Tensor, chosen: Tensor, highest: Tensor) -> list[int]:
 
 
 def gather_sampled(
-    rows: list[int], token_ids: list[int], reports: dict[int, TokenLogprobs], failed: dict[int, str]
+    rows: list[int],
+    token_ids: list[int],
+    reports: dict[int, TokenLogprobs],
+    failed: dict[int, str],
+    grammars: MatchedRows | None,
 ) -> Sampled:
     """Return the tokens of a step whose logits `failed`, each for the reason given. rows, token_ids: [n]; reports: by
-    row."""
+    row; grammars: before they accept these tokens."""
     if not failed:
-        return Sampled(rows, token_ids, reports, [])
+        return Sampled(rows, token_ids, reports, [], [])
     sampled = [index for index in range(len(rows)) if index not in failed]
+    matchers = {} if grammars is None else grammars.matchers
+    ended, failures = [], []
+    for index, message in sorted(failed.items()):
+        matcher = matchers.get(row := rows[index])
+        if message == NOTHING_LEFT and matcher is not None:
+            if matcher.is_complete:
+                ended.append(row)
+                continue
+            message = NOTHING_LEFT_BY_GRAMMAR
+        failures.append(RowFailure(row, message, is_user_error=message != NOT_FINITE))
     return Sampled(
         rows=[rows[index] for index in sampled],
         token_ids=[token_ids[index] for index in sampled],
         logprobs={rows[index]: reports[rows[index]] for index in sampled if rows[index] in reports},
-        failures=[
-            RowFailure(rows[index], message, is_user_error=message != NOT_FINITE)
-            for index, message in sorted(failed.items())
-        ],
+        ended=ended,
+        failures=failures,
     )

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-
-from eagleray.grammars.matcher import MASK_BITS, Matcher, TokenMask
+from eagleray.grammars.matcher import Matcher, TokenMask, allow, allow_only, forbid
 from eagleray.messages.thinking import Thinking
 
 
@@ -39,6 +37,11 @@ class ThinkingMatcher(Matcher):
     def failure(self) -> str | None:
         return None if self._answer is None else self._answer.failure
 
+    @property
+    def is_complete(self) -> bool:
+        """See `Matcher.is_complete`. Without a grammar no text is, because tokens of any kind may follow."""
+        return self._phase is _Phase.ANSWER and self._answer is not None and self._answer.is_complete
+
     def fill_mask(self, mask: TokenMask) -> None:
         """See `Matcher.fill_mask`."""
         match self._phase:
@@ -47,7 +50,7 @@ class ThinkingMatcher(Matcher):
             case _Phase.OPENING | _Phase.THINKING:
                 self._fill_thinking(mask)
             case _Phase.HEADER:
-                _allow_only(mask, [self._thinking.answer_header[self._count]])
+                allow_only(mask, [self._thinking.answer_header[self._count]])
             case _Phase.ANSWER:
                 self._fill_answer(mask)
 
@@ -97,17 +100,17 @@ class ThinkingMatcher(Matcher):
         matcher of the answer does not have its tokens."""
         if self._answer is None or (self._count == 0 and not self._thinking.is_required):
             self._fill_answer(mask)
-            _allow(mask, self._next_of_starts())
+            allow(mask, self._next_of_starts())
         else:
-            _allow_only(mask, self._next_of_starts())
+            allow_only(mask, self._next_of_starts())
 
     def _fill_thinking(self, mask: TokenMask) -> None:
         thinking = self._thinking
         if thinking.budget is not None and self._count >= thinking.budget:
-            _allow_only(mask, [thinking.forced_end[self._count - thinking.budget]])
+            allow_only(mask, [thinking.forced_end[self._count - thinking.budget]])
         else:
             mask.fill(-1)
-            _forbid(mask, thinking.forbidden)
+            forbid(mask, thinking.forbidden)
 
     def _fill_answer(self, mask: TokenMask) -> None:
         if self._answer is None:
@@ -118,22 +121,3 @@ class ThinkingMatcher(Matcher):
     def _accept_answer(self, token_ids: Sequence[int]) -> None:
         if self._answer is not None:
             self._answer.accept(token_ids)
-
-
-def _allow_only(mask: TokenMask, token_ids: Iterable[int]) -> None:
-    mask.fill(0)
-    _allow(mask, token_ids)
-
-
-def _allow(mask: TokenMask, token_ids: Iterable[int]) -> None:
-    for token_id in token_ids:
-        mask[token_id // MASK_BITS] |= _bit(token_id)
-
-
-def _forbid(mask: TokenMask, token_ids: Iterable[int]) -> None:
-    for token_id in token_ids:
-        mask[token_id // MASK_BITS] &= ~_bit(token_id)
-
-
-def _bit(token_id: int) -> np.int32:
-    return np.uint32(1 << token_id % MASK_BITS).view(np.int32)

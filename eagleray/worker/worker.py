@@ -397,13 +397,16 @@ def _grammars_of(loaded: LoadedWorker) -> WorkerGrammars | None:
 
     def load() -> GrammarCompiler:
         # loaded when first needed
+        from eagleray.client.text.generation_config import model_eos_token_ids
         from eagleray.client.text.tokenizer import Tokenizer
         from eagleray.grammars.llguidance_compiler import LLGuidanceCompiler
 
+        tokenizer, vocab_size = Tokenizer.load(tokenizer_dir(config)), model.spec.vocab_size
+        ends = model_eos_token_ids(config) or tokenizer.eos_token_ids  # as the clients choose them
         return LLGuidanceCompiler(
-            (tokenizer := Tokenizer.load(tokenizer_dir(config))).to_json(),
-            vocab_size=model.spec.vocab_size,
-            eos_token_ids=tokenizer.eos_token_ids,
+            tokenizer.to_json(),
+            vocab_size=vocab_size,
+            eos_token_ids=[token_id for token_id in ends if token_id < vocab_size],
         )
 
     return WorkerGrammars(load)

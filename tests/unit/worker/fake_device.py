@@ -125,7 +125,7 @@ class ChosenTokens:
         rows, token_ids = self.plan.rows.tolist(), arrays[0].tolist()
         if self.plan.matched is not None:
             self.plan.matched.accept(rows, token_ids)
-        return Sampled(rows, token_ids, {}, [])
+        return Sampled(rows, token_ids, {}, [], [])
 
 
 def use_fake_device(patch: pytest.MonkeyPatch, device: FakeDevice, *, depth: int = 2) -> None:

@@ -33,6 +33,10 @@ class RandomMatcher(Matcher):
         is_over = self.source == TOKENS_TO_FAILURE and len(self.token_ids) >= int(TOKENS_TO_FAILURE)
         return "the grammar is over" if is_over else None
 
+    @property
+    def is_complete(self) -> bool:
+        return False
+
     def allowed(self) -> np.ndarray:
         """Return bool [vocab_size]."""
         seed = zlib.crc32(repr((self.source, self.token_ids)).encode())
