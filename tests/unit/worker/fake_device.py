@@ -51,6 +51,7 @@ class FakeDevice(DownloadQueue):
 
     def __init__(self, *, may_wait: bool = True) -> None:
         self.may_wait = may_wait
+        self.num_waits = 0
         self.pending: deque[FakeDownload] = deque()
         self.most_pending = 0
 
@@ -65,6 +66,7 @@ class FakeDevice(DownloadQueue):
 
     def _complete_until(self, download: FakeDownload) -> None:
         assert self.may_wait, "the host waits for a step that the device has not completed"
+        self.num_waits += 1
         while not download.is_done:
             self.complete()
 

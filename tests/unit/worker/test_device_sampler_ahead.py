@@ -8,6 +8,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from fake_device import FakeDevice
+from msgspec.structs import replace
+from random_grammars import random_grammar, worker_grammars
 
 from eagleray.kernels.cuda.ranking import DeviceRanking
 from eagleray.kernels.kv_cache import KVCache
@@ -45,7 +47,7 @@ def load(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, backend: TorchBacken
 def make_runner(model: Model, downloads: FakeDevice | HostDownloads) -> Runner:
     cache = KVCache.allocate(model.cache_shape(BLOCK_SIZE), num_blocks=64, dtype=model.dtype, device=CPU)
     rows = InputBatch(num_rows=4, max_model_len=64, block_size=BLOCK_SIZE)
-    return Runner(model, cache, rows, sampler_of(model, 4), downloads)
+    return Runner(model, cache, rows, sampler_of(model, 4, grammars=worker_grammars(VOCAB_SIZE)), downloads)
 
 
 def new_row(row: int, prompt: list[int], sampling: Sampling) -> NewRow:
@@ -89,6 +91,14 @@ PLANS = [
 """Requests with features whose state depends on tokens, a chunk of a prompt, and a row that another request gets."""
 
 
+def with_grammars(step: StepPlan) -> StepPlan:
+    """Return the same step, in which every new row has a grammar."""
+    new_rows = [
+        replace(new, sampling=replace(new.sampling, grammar=random_grammar(new.request_id))) for new in step.new_rows
+    ]
+    return replace(step, new_rows=new_rows)
+
+
 def choices(result: StepResult) -> tuple[object, ...]:
     """Return tokens by row, and reported tokens; log-probabilities are rounded."""
     reports = {
@@ -98,22 +108,25 @@ def choices(result: StepResult) -> tuple[object, ...]:
     return dict(zip(result.rows, result.token_ids, strict=True)), reports, result.failures
 
 
-def test_device_sampler_in_steps_begun_ahead_gives_the_tokens_of_the_host(tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_grammars", [False, True])
+def test_device_sampler_in_steps_begun_ahead_gives_the_tokens_of_the_host(has_grammars, tmp_path, monkeypatch):
+    plans = [with_grammars(step) for step in PLANS] if has_grammars else PLANS
     checkpoint = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
     plain = load(monkeypatch, checkpoint, TorchBackend())
     assert isinstance(sampler_of(plain, 4), HostSampler)
     host = make_runner(plain, HostDownloads())
-    expected = [host.finish(host.begin(step)) for step in PLANS]
+    expected = [host.finish(host.begin(step)) for step in plans]
 
     model = load(monkeypatch, checkpoint, DeviceBackend())
     assert isinstance(sampler_of(model, 4), DeviceSampler)
-    device = FakeDevice(may_wait=False)
+    device = FakeDevice(may_wait=has_grammars)
     runner = make_runner(model, device)
-    steps = [runner.begin(step) for step in PLANS]
-    assert not any(step.is_done for step in steps)
+    steps = [runner.begin(step) for step in plans]
+    assert has_grammars or not any(step.is_done for step in steps)
     results = []
     for step in steps:
-        device.complete()
+        if not step.is_done:
+            device.complete()
         results.append(runner.finish(step))
     assert [choices(result) for result in results] == [choices(result) for result in expected]
     assert [len(result.rows) for result in results] == [3, 3, 2, 3, 4, 4]

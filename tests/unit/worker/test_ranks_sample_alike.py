@@ -12,6 +12,7 @@ import torch
 from checkpoints import make_checkpoint
 from fake_device import ArgmaxSampler, FakeDevice
 from harness import LocalEngine, random_prompt
+from random_grammars import grammar_rows, random_grammar, worker_grammars
 from ranks import run_ranks, topology
 
 from eagleray.kernels.kv_cache import KVCache
@@ -156,3 +157,16 @@ def test_runner_ranks_that_sample_alike_begin_steps_ahead_without_tokens_of_othe
     known = replay(checkpoint, plans, lambda: ArgmaxSampler(NUM_ROWS), make_device, ahead=2)
     assert known == [expected, expected]
     assert [device.most_pending for device in devices] == [3, 3], "every rank runs ahead by itself"
+
+
+def test_runner_ranks_that_sample_alike_follow_grammars_by_themselves(checkpoint, monkeypatch):
+    def some_grammars(rng: random.Random) -> dict[str, Any]:
+        return rng.choice([{}, {"grammar": random_grammar("a")}, {"grammar": random_grammar("b")}])
+
+    monkeypatch.setattr("eagleray.models.registry.choose_backend", lambda *_, **__: TorchBackend())
+    monkeypatch.setattr("eagleray.worker.worker._grammars_of", lambda _: worker_grammars(VOCAB_SIZE))
+    plans, expected = steps_of_engine(checkpoint, monkeypatch, some_grammars)
+    known = replay(checkpoint, plans, lambda: ArgmaxSampler(NUM_ROWS, grammar_rows(VOCAB_SIZE)), FakeDevice, ahead=2)
+    # Tokens that a grammar waits for become known before those of earlier steps without it.
+    assert [sorted(steps, key=str) for steps in known] == [sorted(expected, key=str)] * 2
+    assert known[0] != expected

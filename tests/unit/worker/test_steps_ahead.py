@@ -14,6 +14,7 @@ from checkpoints import make_checkpoint
 from fake_device import ArgmaxSampler, FakeDevice, use_fake_device
 from harness import Answer, LocalEngine, random_prompt
 from no_host_reads import no_host_reads
+from random_grammars import grammar_rows, random_grammar, worker_grammars
 
 from eagleray.errors import ChannelClosed
 from eagleray.executor.in_process import InProcessGroup
@@ -25,13 +26,14 @@ from eagleray.messages.failure import Ended
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import Call, CallExtension, ExtensionReturned, NewRow, Reply, StepPlan, StepResult
 from eagleray.models.registry import load_model
+from eagleray.worker.grammar_rows import GrammarRows
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.runner import Runner
 from eagleray.worker.startup import sampler_of
 from eagleray.worker.worker import serve
 
 CPU = torch.device("cpu")
-BLOCK_SIZE, NUM_BLOCKS = 4, 64
+BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 4, 64, 384
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +46,15 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eagleray.models.registry.choose_backend", lambda *_, **__: TorchBackend())
 
 
-def make_runner(checkpoint: Path, device: FakeDevice) -> Runner:
+def make_runner(checkpoint: Path, device: FakeDevice, grammars: GrammarRows | None = None) -> Runner:
     model = load_model(checkpoint, dtype="auto", load_format="auto", device=CPU, seed=None, on_progress=None)
     shape = model.cache_shape(BLOCK_SIZE)
     cache = KVCache.allocate(shape, num_blocks=NUM_BLOCKS, dtype=model.dtype, device=CPU)
     rows = InputBatch(num_rows=4, max_model_len=64, block_size=BLOCK_SIZE)
-    return Runner(model, cache, rows, ArgmaxSampler(4), device)
+    return Runner(model, cache, rows, ArgmaxSampler(4, grammars), device)
 
 
-def new_row(row: int, token_ids: list[int], **sampling: int) -> NewRow:
+def new_row(row: int, token_ids: list[int], **sampling: Any) -> NewRow:
     return NewRow(
         row=row,
         request_id=str(row),
@@ -112,6 +114,56 @@ def test_runner_steps_begun_ahead_give_the_tokens_of_finished_ones(checkpoint, a
     assert scored.logprobs.tolist() == wanted.logprobs.tolist() and len(results[1].prompt_logprobs) == 0
 
 
+GRAMMAR_PLANS = [
+    plan(0, {0: 5, 1: 3}, new_row(0, [1, 2, 3, 4, 5], grammar=random_grammar("a")), new_row(1, [7, 8, 9])),
+    plan(1, {1: 1, 2: 2}, new_row(2, [30, 31, 32, 33], grammar=random_grammar("b"))),
+    plan(2, {0: 1, 1: 1, 2: 2}),
+    plan(3, {0: 1, 2: 1, 3: 2}, new_row(3, [50, 51], grammar=random_grammar("b"))),
+    plan(4, {0: 1, 1: 1, 3: 1}, new_row(0, [60], grammar=random_grammar("c")), freed_rows=(0,)),
+    plan(5, {0: 1, 2: 1, 3: 1}),
+    plan(6, {1: 1}),
+]
+"""Rows with and without grammars, a prompt in two steps, and a row that is taken from one grammar by another while a
+token of the former is on its way."""
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 7])
+def test_runner_rows_with_grammars_in_steps_ahead_have_the_tokens_of_finished_ones(checkpoint, ahead):
+    """The matchers assert that they are given each token that they allowed, in order, and no other row's."""
+    alone = make_runner(checkpoint, FakeDevice(), grammar_rows(VOCAB_SIZE))
+    expected = [tokens(alone.finish(alone.begin(plan))) for plan in GRAMMAR_PLANS]
+    runner = make_runner(checkpoint, FakeDevice(), grammar_rows(VOCAB_SIZE))
+    unfinished, results = [], []
+    for step in GRAMMAR_PLANS:
+        unfinished.append(runner.begin(step))
+        if len(unfinished) > ahead:
+            results.append(runner.finish(unfinished.pop(0)))
+    results += [runner.finish(step) for step in unfinished]
+    assert [tokens(result) for result in results] == expected
+    assert [result.step for result in results] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_runner_waits_only_for_tokens_before_a_grammar_and_after_the_launch_of_the_pass(checkpoint, monkeypatch):
+    device = FakeDevice()
+    runner = make_runner(checkpoint, device, grammar_rows(VOCAB_SIZE))
+    waits_at_launch, forward = [], runner._model.forward
+
+    def record(*args: Any) -> torch.Tensor:
+        waits_at_launch.append(device.num_waits)
+        return forward(*args)
+
+    monkeypatch.setattr(runner._model, "forward", record)
+    waits_at_end, num_pending = [], []
+    for step in GRAMMAR_PLANS:
+        runner.begin(step)
+        waits_at_end.append(device.num_waits)
+        num_pending.append(len(device.pending))
+    # Only steps 2, 3 and 5 have rows with a grammar whose last token is on its way; step 4 has one of step 3.
+    assert waits_at_end == [0, 0, 1, 2, 3, 4, 4]
+    assert waits_at_launch == [0, 0, 0, 1, 2, 3, 4]
+    assert num_pending == [1, 2, 2, 1, 1, 1, 2], "no step is waited for without need"
+
+
 def test_runner_step_that_samples_nothing_is_done_when_the_device_has_computed_it(checkpoint):
     device = FakeDevice(may_wait=False)
     runner = make_runner(checkpoint, device)
@@ -135,7 +187,7 @@ def test_input_batch_late_token_does_not_reach_next_request_of_row():
 
 
 def run_engine(checkpoint: Path, seed: int) -> dict[str, tuple[list[int], str | None]]:
-    """Run random requests, some of which are aborted, in a cache that is too small for all."""
+    """Run random requests, half of them with grammars, in a cache that is too small for all. Some are aborted."""
     rng = random.Random(seed)
     options = {"block_size": 4, "num_kv_blocks": 17, "max_num_seqs": 4, "max_model_len": 64}
     with LocalEngine(checkpoint, max_num_batched_tokens=16, executor="in-process", **options) as engine:
@@ -143,7 +195,8 @@ def run_engine(checkpoint: Path, seed: int) -> dict[str, tuple[list[int], str | 
         for index in range(30):
             name = f"r{index}"
             prompt = random_prompt(1000 * seed + index, rng.randint(1, 24), 384)
-            engine.add(name, prompt, max_tokens=rng.randint(1, 20))
+            grammar = random_grammar(str(index % 5)) if index % 2 else None
+            engine.add(name, prompt, max_tokens=rng.randint(1, 20), grammar=grammar)
             is_aborted = rng.random() < 0.3
             for _ in range(rng.randint(0, 3)):
                 engine.step()
@@ -158,6 +211,7 @@ def run_engine(checkpoint: Path, seed: int) -> dict[str, tuple[list[int], str | 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_engine_ahead_on_a_device_gives_the_same_answers_with_aborts_and_preemptions(checkpoint, seed, monkeypatch):
+    monkeypatch.setattr("eagleray.worker.worker._grammars_of", lambda _: worker_grammars(VOCAB_SIZE))
     expected = run_engine(checkpoint, seed)
     use_fake_device(monkeypatch, device := FakeDevice())
     assert run_engine(checkpoint, seed) == expected
