@@ -6,16 +6,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoints import SPECIAL_TOKENS
 from harness import Answer, LocalEngine, random_prompt
+
+from eagleray.messages.grammars import Grammar
 
 VOCAB_SIZE = 384
 LENGTHS = (1, 7, 33, 60, 21, 90)
-OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 5, "num_kv_blocks": 64, "block_size": 16}
+PROPERTIES = '{"a": {"type": "integer"}, "b": {"enum": ["x", "yes"]}}'
+SCHEMA = f'{{"type": "object", "properties": {PROPERTIES}, "required": ["a", "b"]}}'
+GRAMMARS = (
+    Grammar(kind="json_schema", source=SCHEMA, whitespace=r"[ \n]{0,2}"),
+    Grammar(kind="regex", source="[a-z]{2,5}(-[0-9]{3})+"),
+    Grammar(kind="choice", source='["yes", "no", "perhaps"]'),
+)
+END = SPECIAL_TOKENS.index("<|im_end|>")
+OPTIONS: dict[str, Any] = {
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 5,
+    "max_model_len": 192,
+    "num_kv_blocks": 12,
+    "block_size": 16,
+}
 
 
 def answers(checkpoint: Path, **options: Any) -> dict[str, Answer]:
     """Run greedy and seeded requests with log-probabilities, more than there are rows, with prompts longer than a
-    step."""
+    step, in a cache that is too small for all. Each grammar has a greedy completion, and a drawn one whose prompt is
+    cached in part."""
     with LocalEngine(checkpoint, **OPTIONS, **options) as engine:
         for index, length in enumerate(LENGTHS):
             kwargs: dict[str, Any] = {"logprobs": 3}
@@ -24,7 +42,14 @@ def answers(checkpoint: Path, **options: Any) -> dict[str, Answer]:
             if index % 3 == 2:
                 kwargs |= {"prompt_logprobs": 2}
             engine.add(str(index), random_prompt(index, length, VOCAB_SIZE), max_tokens=9 + index, **kwargs)
-        return engine.run()
+        for index, grammar in enumerate(GRAMMARS):
+            prompt = random_prompt(100, 40 + 5 * index, VOCAB_SIZE)
+            kwargs = {"grammar": grammar, "eos_token_ids": (END,), "max_tokens": 12, "logprobs": 2}
+            engine.add(f"greedy {grammar.kind}", prompt, **kwargs)
+            engine.add(f"drawn {grammar.kind}", prompt, **kwargs, temperature=1.0, seed=index)
+        engine.run()
+        assert engine.core.scheduler.stats().num_preemptions > 0, "the cache is too large for this test"
+        return engine.answers
 
 
 def assert_agree(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
