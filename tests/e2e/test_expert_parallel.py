@@ -19,7 +19,10 @@ from fleets import SECONDS, connect, label, metrics, stream_tokens, tokens, wait
 from harness import LocalEngine, random_prompt
 from serving import serve, wait_until_gone
 
+from eagleray.messages.grammars import Grammar
+
 NUM_PROMPTS = 8
+REGEX = "([a-z]{3}[0-9]{2} )+"
 LONG = 400
 """Number of tokens that keeps a request running while the test acts."""
 
@@ -40,12 +43,17 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint, prompts):
+def answers(checkpoint, prompts):
     """Return the answers of one engine that has all experts."""
     with LocalEngine(checkpoint, dtype="float32", max_model_len=1024, num_kv_blocks=512) as engine:
         for number, prompt in enumerate(prompts):
             engine.add(str(number), prompt, max_tokens=LONG)
-        answers = engine.run()
+            engine.add(f"regex {number}", prompt, max_tokens=20, grammar=Grammar(kind="regex", source=REGEX))
+        return engine.run()
+
+
+@pytest.fixture(scope="module")
+def expected(answers):
     return [answers[str(number)].token_ids for number in range(NUM_PROMPTS)]
 
 
@@ -71,11 +79,14 @@ def test_expert_group_one_busy_engine_other_steps_along(http, prompts, expected,
         assert got == expected[number][:20]
 
 
-def test_expert_group_both_busy_tokens_equal_one_engine(http, prompts, expected):
+def test_expert_group_both_busy_tokens_equal_one_engine(http, prompts, expected, answers):
     got: dict[int, list[int]] = {}
 
     def ask(number: int) -> None:
         rank = {"X-data-parallel-rank": str(number % 2)}
+        regex = {"structured_outputs": {"regex": REGEX}}
+        found = tokens(http, prompts[number], rank, max_tokens=20, temperature=0, **regex)
+        assert found == answers[f"regex {number}"].token_ids
         got[number] = tokens(http, prompts[number], rank, max_tokens=40 + number, temperature=0)
 
     run_all([threading.Thread(target=ask, args=(number,)) for number in range(NUM_PROMPTS)])
