@@ -10,7 +10,7 @@ from collections.abc import Container
 from eagleray.client.answers.marker_search import MarkerSearch
 from eagleray.client.answers.part_writer import PartWriter
 from eagleray.client.answers.parts import AnswerPart
-from eagleray.client.answers.text_reader import JSON_ENDS, Emit, JsonEnds, Reading, TextReader, discard
+from eagleray.client.answers.text_reader import JSON_ENDS, WHITE_SPACE, Emit, JsonEnds, Reading, TextReader, discard
 
 _KEYS_OF_ARGUMENTS = ("arguments", "parameters")
 _KEYS_OF_CALLS = ("name", "type", "id", *_KEYS_OF_ARGUMENTS)
@@ -59,6 +59,17 @@ class CallSplitter(ABC):
     def read_broken(self, end: MarkerSearch) -> Reading[None]:
         """Read the rest of a broken call up to its end marker. If no arguments came before, it is the arguments."""
         yield from self.text.read_until(end, discard if self.parts.has_arguments else self.parts.arguments)
+
+    def read_written_arguments(self, ends: MarkerSearch, json: JsonEnds, fence: str = "") -> Reading[None]:
+        """Read arguments as they are written, before one of `ends` that is in no string of JSON, as `json` has them.
+
+        White space on both sides, and a `fence` behind the arguments, is left out.
+        """
+        yield from self.text.read_space()
+        yield from self.text.read_json(self.parts.arguments, json)
+        rest: list[str] = []
+        yield from self.text.read_before(ends, rest.append)
+        self.parts.arguments("".join(rest).rstrip(WHITE_SPACE).removesuffix(fence).rstrip(WHITE_SPACE))
 
     def read_call_object(self, ends: JsonEnds = JSON_ENDS, names: Container[str] | None = None) -> Reading[CallEnd]:
         """Read a call that is a JSON object with `name` and `arguments` or `parameters`, in any order.

@@ -63,8 +63,8 @@ def calls_in_text(tags: list[StructuralFormat], choice: ToolChoice, trigger: str
     }
 
 
-def tag(begin: str, content: StructuralFormat, end: str) -> StructuralFormat:
-    """Return the format of a text between two others."""
+def tag(begin: str, content: StructuralFormat, end: str | list[str]) -> StructuralFormat:
+    """Return the format of a text between two others, of which the second may be one of several."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
@@ -86,6 +86,21 @@ def free_text() -> StructuralFormat:
 def one_of(*formats: StructuralFormat) -> StructuralFormat:
     """Return the format of texts that have one of the formats."""
     return {"type": "or", "elements": list(formats)}
+
+
+def optional(format: StructuralFormat) -> StructuralFormat:
+    """Return the format of texts that have a format or are empty."""
+    return {"type": "optional", "content": format}
+
+
+def repeated(format: StructuralFormat) -> StructuralFormat:
+    """Return the format of any number of texts of a format, one after the other."""
+    return {"type": "star", "content": format}
+
+
+def pattern(text: str) -> StructuralFormat:
+    """Return the format of texts that match a regular expression."""
+    return {"type": "regex", "pattern": text}
 
 
 def sequence(*formats: StructuralFormat) -> StructuralFormat:

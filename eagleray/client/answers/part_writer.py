@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from eagleray.client.answers.parts import AnswerPart, CallArguments, CallBegin, Content
+from eagleray.client.answers.parts import AnswerPart, CallArguments, CallBegin, Content, Reasoning
 from eagleray.client.answers.text_reader import WHITE_SPACE
 
 
@@ -29,6 +29,11 @@ class PartWriter:
             self._flush()
         if len(kept) < len(text):
             self._held.append(text[len(kept) :])
+
+    def reasoning(self, text: str) -> None:
+        """Add reasoning."""
+        if text:
+            self._parts.append(Reasoning(text))
 
     def separator(self, text: str) -> None:
         """Add text after a call, which is content unless another call or the end follows."""

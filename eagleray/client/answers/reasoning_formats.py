@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from eagleray.client.answers.formats import ReasoningFormat
+from eagleray.client.answers.harmony import HarmonyReasoning
 from eagleray.client.answers.marked_reasoning import MarkedReasoning
 from eagleray.errors import ConfigError
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     format.name: format
     for format in (
+        HarmonyReasoning(),
         MarkedReasoning(
             name="mistral", start="[THINK]", end="[/THINK]", template_markers=("[THINK]",), strips_end=True
         ),

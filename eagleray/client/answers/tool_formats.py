@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from eagleray.client.answers.deepseek_v3 import DeepSeekV3Format
+from eagleray.client.answers.deepseek_v31 import DeepSeekV31Format
 from eagleray.client.answers.formats import ToolFormat
+from eagleray.client.answers.glm45 import Glm45Format
+from eagleray.client.answers.harmony import HarmonyFormat
 from eagleray.client.answers.hermes import HermesFormat
+from eagleray.client.answers.kimi_k2 import KimiK2Format
 from eagleray.client.answers.llama3_json import Llama3JsonFormat
 from eagleray.client.answers.mistral import MistralFormat
 from eagleray.client.answers.qwen3_coder import Qwen3CoderFormat
@@ -11,7 +16,7 @@ from eagleray.errors import ConfigError
 
 _FORMATS: dict[str, ToolFormat] = {}
 
-SAME_FORMATS = {"llama4_json": "llama3_json", "qwen3_json": "hermes", "qwen3_xml": "qwen3_coder"}
+SAME_FORMATS = {"glm47": "glm45", "llama4_json": "llama3_json", "qwen3_json": "hermes", "qwen3_xml": "qwen3_coder"}
 """Further names of formats, as vLLM has them."""
 
 
@@ -38,5 +43,15 @@ def find_tool_format(template: str) -> ToolFormat | None:
     return max(fitting, key=lambda tool_format: len(tool_format.markers), default=None)
 
 
-for _format in (HermesFormat(), Llama3JsonFormat(), MistralFormat(), Qwen3CoderFormat()):
+for _format in (
+    DeepSeekV3Format(),
+    DeepSeekV31Format(),
+    Glm45Format(),
+    HarmonyFormat(),
+    HermesFormat(),
+    KimiK2Format(),
+    Llama3JsonFormat(),
+    MistralFormat(),
+    Qwen3CoderFormat(),
+):
     register_tool_format(_format)

@@ -20,7 +20,11 @@ from eagleray.errors import ConfigError
 NAMES = ("get_weather", "f", "look-up_2")
 CONTENT = ("", "Let me look.", "A <tool {1, 2} [TOOL\n<b>é🙂</b>")
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "f"', "</")
+MARKERS += ("<arg_key>", "```", "<｜tool▁call▁end｜>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
 PIECES = [*MARKERS, "[CALL_ID]", "<function=", "</function>", "<parameter=", "</parameter>", "</tool_call>", "{", "}"]
+PIECES += ["</arg_key>", "<arg_value>", "</arg_value>", "```json\n", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"]
+PIECES += ["<｜tool▁sep｜>", "<｜tool▁calls▁end｜>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"]
+PIECES += ["<|tool_call_argument_begin|>", "functions.f:0"]
 PIECES += [
     "[",
     "]",
@@ -69,7 +73,7 @@ def typed_arguments(random: Random) -> dict[str, Any]:
 def test_tool_format_calls_of_template_in_pieces_are_found(family: str, seed: int) -> None:
     random = Random(seed)
     splitter = partial(get_tool_format(FAMILIES[family].tool_format).splitter, TOOLS)
-    make = typed_arguments if family == "qwen3_coder" else partial(random_object, markers=MARKERS)
+    make = typed_arguments if family in ("glm45", "glm47", "qwen3_coder") else partial(random_object, markers=MARKERS)
     calls = [(random.choice(NAMES), make(random)) for _ in range(random.randint(1, 3))]
     content, after = random.choice(CONTENT), random.choice(["", "\n", "\nDone."])
     text = FAMILIES[family].write(content, calls) + after
@@ -83,7 +87,7 @@ def test_tool_format_calls_of_template_in_pieces_are_found(family: str, seed: in
         assert split(splitter(), pieces_of(text, random.choices(range(len(text)), k=num_cuts))) == whole
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "qwen3_coder"])
+@pytest.mark.parametrize("name", sorted({family.tool_format for family in FAMILIES.values()}))
 @settings(max_examples=40)
 @given(
     text=st.lists(st.sampled_from(PIECES), max_size=20).map("".join),
@@ -115,5 +119,5 @@ def test_get_tool_format_further_name_is_found(name: str, expected: str) -> None
 
 
 def test_get_tool_format_unknown_name_raises_with_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no format 'hermess'; use auto, none or one of hermes, llama3_json"):
+    with pytest.raises(ConfigError, match=r"no format 'hermess'; use auto, none or one of deepseek_v3, deepseek_v31"):
         get_tool_format("hermess")

@@ -92,6 +92,79 @@ MISTRAL_NAMED = """
 """
 
 
+DEEPSEEK_V3 = """
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '<｜User｜>' + message.content + '<｜Assistant｜>' }}{% else %}
+        {{- message.content or '' }}
+        {%- for call in message.tool_calls %}
+            {{- '<｜tool▁calls▁begin｜>' if loop.first else '\\n' }}
+            {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+            {{- call.function.arguments | tojson + '\\n```<｜tool▁call▁end｜>' }}
+            {{- '<｜tool▁calls▁end｜>' if loop.last }}
+        {%- endfor %}
+        {{- '<｜end▁of▁sentence｜>' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+DEEPSEEK_V31 = """
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '<｜User｜>' + message.content + '<｜Assistant｜></think>' }}{% else %}
+        {{- message.content or '' }}
+        {%- for call in message.tool_calls %}
+            {{- '<｜tool▁calls▁begin｜>' if loop.first }}
+            {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + call.function.arguments }}
+            {{- '<｜tool▁call▁end｜>' + ('<｜tool▁calls▁end｜>' if loop.last else '') }}
+        {%- endfor %}
+        {{- '<｜end▁of▁sentence｜>' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+GLM_45 = """
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>\\n' + (message.content or '') }}
+    {%- for call in message.tool_calls %}
+        {{- '\\n<tool_call>' + call.function.name + '\\n' }}
+        {%- for key, value in call.function.arguments.items() %}
+            {{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
+            {{- (value if value is string else value | tojson) + '</arg_value>\\n' }}
+        {%- endfor %}
+        {{- '</tool_call>' }}
+    {%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{% endif %}
+"""
+
+GLM_47 = """
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>' + (message.content or '') }}
+    {%- for call in message.tool_calls %}
+        {{- '<tool_call>' + call.function.name }}
+        {%- for key, value in call.function.arguments.items() %}
+            {{- '<arg_key>' + key + '</arg_key><arg_value>' }}
+            {{- (value if value is string else value | tojson) + '</arg_value>' }}
+        {%- endfor %}
+        {{- '</tool_call>' }}
+    {%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}
+"""
+
+KIMI_K2 = """
+{%- for message in messages %}
+    {{- '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' + (message.content or '') }}
+    {%- for call in message.tool_calls %}
+        {{- '<|tool_calls_section_begin|>' if loop.first }}
+        {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' + call.function.arguments | tojson }}
+        {{- '<|tool_call_end|>' + ('<|tool_calls_section_end|>' if loop.last else '') }}
+    {%- endfor %}
+    {{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}
+"""
+
+
 class Family(NamedTuple):
     """Models that share a format and a template."""
 
@@ -135,6 +208,11 @@ FAMILIES = {
     "qwen": Family("hermes", QWEN, "<|im_end|>\n"),
     "qwen3_coder": Family("qwen3_coder", QWEN3_CODER, "<|im_end|>\n"),
     "llama": Family("llama3_json", LLAMA, "<|eot_id|>"),
+    "deepseek_v3": Family("deepseek_v3", DEEPSEEK_V3, "<｜end▁of▁sentence｜>"),
+    "deepseek_v31": Family("deepseek_v31", DEEPSEEK_V31, "<｜end▁of▁sentence｜>"),
+    "glm45": Family("glm45", GLM_45, ""),
+    "glm47": Family("glm45", GLM_47, ""),
+    "kimi_k2": Family("kimi_k2", KIMI_K2, "<|im_end|>"),
     "mistral": Family("mistral", MISTRAL, "</s>"),
     "mistral_named": Family("mistral", MISTRAL_NAMED, "</s>"),
 }
