@@ -73,6 +73,7 @@ class Completion:
             self._detokenizer = Detokenizer(
                 self._tokenizer,
                 skip_special_tokens=params.skip_special_tokens,
+                kept_special_ids=params.kept_special_token_ids or (),
                 stop_strings=params.stop_strings,
                 include_stop_string=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,

@@ -134,6 +134,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     detokenize: bool = True
     """Whether to return text; False returns token ids only."""
     skip_special_tokens: bool = True
+    kept_special_token_ids: list[int] | None = None
+    """Special tokens that the text has although `skip_special_tokens` leaves the others out: those that divide answers
+    into reasoning, content and tool calls."""
     spaces_between_special_tokens: bool = True
     """Has no effect: the tokenizer's own decoder decides about spaces."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE

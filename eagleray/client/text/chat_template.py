@@ -146,6 +146,11 @@ class ChatTemplate:
                 f"the chat template refuses these messages: {_explain(error)}", param="messages"
             ) from None
 
+    @property
+    def source(self) -> str:
+        """Source of the template for tools, which is the usual one if there is no other; empty without a template."""
+        return self._sources.get("tool_use") or self._sources.get("default", "")
+
     def uses(self, name: str) -> bool:
         """Whether the template has this variable."""
         return any(name in source for source in self._sources.values())

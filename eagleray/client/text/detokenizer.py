@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from eagleray.client.text.tokenizer import CLEAN_UPS, Tokenizer
@@ -31,18 +31,24 @@ class StopMatch(NamedTuple):
 
 
 class Detokenizer:
-    """Decoder of one completion. `stop_strings` end the text, unless complete before there are `min_tokens` tokens."""
+    """Decoder of one completion. `stop_strings` end the text, unless complete before there are `min_tokens` tokens.
+
+    `kept_special_ids`: special tokens that the text has although `skip_special_tokens` leaves the others out.
+    """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool,
+        kept_special_ids: Collection[int] = (),
         stop_strings: Sequence[str] = (),
         include_stop_string: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._decoder = new_decoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._decoder = new_decoder(
+            tokenizer, skip_special_tokens=skip_special_tokens, kept_special_ids=kept_special_ids
+        )
         self._stop_strings = stop_strings
         self._include_stop_string = include_stop_string
         self._min_tokens = min_tokens
@@ -128,26 +134,30 @@ class IncrementalDecoder(Protocol):
         """Return the rest of the text after the last token. Bytes that are no character become U+FFFD."""
 
 
-def new_decoder(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> IncrementalDecoder:
-    """Return the decoder of a new sequence."""
+def new_decoder(
+    tokenizer: Tokenizer, *, skip_special_tokens: bool, kept_special_ids: Collection[int] = ()
+) -> IncrementalDecoder:
+    """Return the decoder of a new sequence. `kept_special_ids`: see `Detokenizer`."""
+    skipped = tokenizer.special_ids.difference(kept_special_ids) if skip_special_tokens else frozenset[int]()
     if tokenizer.is_byte_level and not tokenizer.cleans_up:
-        return _ByteDecoder(tokenizer, skip_special_tokens)
-    return _WindowDecoder(tokenizer, skip_special_tokens)
+        return _ByteDecoder(tokenizer, skipped)
+    return _WindowDecoder(tokenizer, skipped)
 
 
 class _ByteDecoder:
-    """Decoder for byte-level tokenizers: the text is the tokens' bytes, decoded as UTF-8."""
+    """Decoder for byte-level tokenizers: the text is the tokens' bytes, decoded as UTF-8.
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    `skipped`: tokens that the text does not have.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        bytes_of, is_special = self._tokenizer.token_bytes, self._tokenizer.is_special
-        if self._skip_special_tokens:
-            token_ids = [token_id for token_id in token_ids if not is_special(token_id)]
-        return self._utf8.decode(b"".join(map(bytes_of, token_ids)))
+        bytes_of = self._tokenizer.token_bytes
+        return self._utf8.decode(b"".join(map(bytes_of, _without(self._skipped, token_ids))))
 
     def pending(self) -> str:
         return ""  # the bytes that are held back are never a whole character
@@ -160,11 +170,12 @@ class _WindowDecoder:
     """Decoder for any tokenizer: decodes the new tokens after the one before them, and compares.
 
     A run of byte-fallback tokens is either all valid or all replaced, so it is certain only when another token ends it.
+    `skipped`: tokens that the text does not have.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped = skipped
         self._context: list[int] = []
         """The last token whose text was released: decoders treat a token differently if it is the first one, and
         according to the token before it."""
@@ -205,8 +216,7 @@ class _WindowDecoder:
         return False
 
     def _is_invisible(self, token_id: int) -> bool:
-        skipped = self._skip_special_tokens and self._tokenizer.is_special(token_id)
-        return skipped or not self._tokenizer.is_token(token_id)
+        return token_id in self._skipped or not self._tokenizer.is_token(token_id)
 
     def _text_of(self, token_ids: list[int]) -> str:
         """Return the text that these tokens add to the text of the context."""
@@ -220,4 +230,8 @@ class _WindowDecoder:
         self._context_length = len(self._decode(self._context))
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode_raw(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return self._tokenizer.decode_raw(_without(self._skipped, token_ids), skip_special_tokens=False)
+
+
+def _without(skipped: frozenset[int], token_ids: Sequence[int]) -> Sequence[int]:
+    return [token_id for token_id in token_ids if token_id not in skipped] if skipped else token_ids

@@ -48,7 +48,9 @@ class Tokenizer:
         """Whether tokens `<0x00>` … `<0xFF>` are single bytes, and a run of them is decoded together."""
         # As in transformers 5: the clean-up was made for WordPiece, and would corrupt the text of a BPE model.
         self.cleans_up = clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"
-        self._special_ids = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        """Ids of the tokens that `skip_special_tokens` leaves out of texts."""
         self._anchor: list[int] = backend.encode("a", add_special_tokens=False).ids
         self._anchor_length = len(self.decode_raw(self._anchor, skip_special_tokens=False))
         self._bytes: dict[int, bytes] = {}
@@ -185,9 +187,10 @@ class Tokenizer:
         """Return the token as the vocabulary spells it, such as "Ġis". Empty for an id that is no token."""
         return self._backend.id_to_token(token_id) or ""
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether `skip_special_tokens` leaves the token out of texts."""
-        return token_id in self._special_ids
+    def special_ids_of(self, texts: Iterable[str]) -> list[int]:
+        """Return the ids of those of these texts that are special tokens."""
+        ids = map(self._backend.token_to_id, texts)
+        return [token_id for token_id in ids if token_id in self.special_ids]
 
     def is_token(self, token_id: int) -> bool:
         """Whether the id is a token: the model's vocabulary may be larger than the tokenizer's."""
@@ -228,6 +231,11 @@ class Tokenizer:
             source=chat_template,
             budget=budget,
         )
+
+    @property
+    def chat_template(self) -> str:
+        """Source of the model's chat template, that for tools if it has one of its own; empty without a template."""
+        return self._chat_template.source
 
     def template_uses(self, variables: Iterable[str]) -> bool:
         """Whether the model's chat template has one of these variables."""

@@ -99,3 +99,10 @@ def test_detokenizer_stop_string_of_byte_tokens_ends_text_at_last_byte():
     token_ids = [*TOKENIZERS["byte_fallback"].encode("a€", add_special_tokens=False)]
     pieces, stop_string, num_tokens = read("byte_fallback", [*token_ids, token_ids[0]], stop_strings=["€"])
     assert ("".join(pieces), stop_string, num_tokens) == ("a", "€", len(token_ids))
+
+
+def test_detokenizer_finds_stop_strings_in_kept_special_tokens():
+    end, *text = TOKENIZERS["byte_level"].encode("<|im_end|>ab<|im_start|>a", add_special_tokens=False)
+    pieces, stop, count = read("byte_level", [*text, end], kept_special_ids=[end], stop_strings=["a<|im_e"])
+    assert ("".join(pieces), stop, count) == ("ab", "a<|im_e", len(text) + 1)
+    assert read("byte_level", [*text, end], stop_strings=["a<|im_e"])[1] is None

@@ -89,3 +89,22 @@ def test_decoder_releases_invalid_bytes_at_once():
     invalid = next(token_id for token_id in range(256) if tokenizer.token_bytes(token_id) == b"\xff")
     decoder = new_decoder(tokenizer, skip_special_tokens=True)
     assert decoder.push([invalid]) == "\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "unigram"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_decoder_with_kept_special_tokens_leaves_out_the_others(kind, data):
+    tokenizer = TOKENIZERS[kind]
+    token_ids = some_tokens(data.draw, tokenizer)
+    kept = data.draw(st.lists(st.sampled_from(sorted(tokenizer.special_ids)), unique=True))
+    decoder = new_decoder(tokenizer, skip_special_tokens=True, kept_special_ids=kept)
+    text = "".join(decoder.push(part) for part in cuts(data.draw, token_ids)) + decoder.flush()
+    visible = [token_id for token_id in token_ids if token_id in kept or token_id not in tokenizer.special_ids]
+    assert text == tokenizer.decode(visible, skip_special_tokens=False)
+
+
+def test_tokenizer_special_ids_of_texts_leaves_out_plain_tokens():
+    tokenizer = TOKENIZERS["byte_level"]
+    (end,) = tokenizer.special_ids_of(["<|im_end|>", "<tool_call>", "no token"])
+    assert tokenizer.token_name(end) == "<|im_end|>"
