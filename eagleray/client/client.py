@@ -17,6 +17,8 @@ from typing import Any, Unpack
 
 import msgspec
 
+from eagleray.client.answers.choose import choose_formats
+from eagleray.client.answers.plan import AnswerFormats
 from eagleray.client.collective_rpc import RpcCalls
 from eagleray.client.control import ControlCalls, execute
 from eagleray.client.in_flight import InFlightRequests, RecoveryObserver
@@ -74,6 +76,7 @@ class Client:
         builder: RequestBuilder,
         router: Router,
         request_log: RequestLog | None = None,
+        answer_formats: AnswerFormats = AnswerFormats(),  # noqa: B008 - immutable
     ) -> None:
         self.address = inbox.address
         self.stopping = asyncio.Event()
@@ -86,6 +89,8 @@ class Client:
         """State of the instance. Requests can be sent in every state; engines run them while it `may_step`."""
         self.tokenizer = builder.tokenizer
         """The model's tokenizer, or None under `skip_tokenizer_init`."""
+        self.answer_formats = answer_formats
+        """Formats in which the model writes its answers."""
         self.engines: Mapping[EngineId, EngineInfo] = router.known_engines.engines
         """The engines that have joined."""
         self.stats: Mapping[EngineId, EngineStats] = router.known_engines.stats
@@ -129,7 +134,7 @@ class Client:
     def create(cls, client_id: ClientId, config: Config, *, inbox: ClientInbox, outbox: ClientOutbox) -> Client:
         """Create a client with the model's tokenizer.
 
-        Raises `CheckpointError` or `ConfigError` if the tokenizer cannot be read.
+        Raises `CheckpointError` or `ConfigError` if the tokenizer cannot be read, or for an unknown format of answers.
         """
         model = config.model
         tokenizer = None
@@ -138,6 +143,7 @@ class Client:
             tokenizer = Tokenizer.load(
                 tokenizer_dir(model), chat_template=template, content_format=model.chat_template_content_format
             )
+        formats = choose_formats(model, "" if tokenizer is None else tokenizer.chat_template)
         builder = RequestBuilder(
             client_id,
             tokenizer=tokenizer,
@@ -154,7 +160,15 @@ class Client:
             rng=random.Random(), match_prefixes=config.cache.enable_prefix_caching, ranks=local_ranks(config)
         )
         request_log = RequestLog.open(config.observability)
-        return cls(client_id, inbox=inbox, outbox=outbox, builder=builder, router=router, request_log=request_log)
+        return cls(
+            client_id,
+            inbox=inbox,
+            outbox=outbox,
+            builder=builder,
+            router=router,
+            request_log=request_log,
+            answer_formats=formats,
+        )
 
     @property
     def engine_info(self) -> EngineInfo | None:

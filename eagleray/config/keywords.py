@@ -29,6 +29,8 @@ class EngineKeywords(TypedDict, total=False):
     pooler_config: dict[str, Any] | str | None
     chat_template: str | None
     chat_template_content_format: Literal["auto", "string", "openai"] | str | None
+    tool_call_parser: str | None
+    tool_strict_level: Literal["auto", "function", "parameter"] | str | None
     deterministic: bool | None
     enable_return_routed_experts: bool | None
     max_logprobs: int | str | None
@@ -195,7 +197,6 @@ class LLMKeywords(EngineKeywords, total=False):
     enforce_eager: bool | None
     engram_config: Any
     eplb_config: Any
-    exclude_tools_when_tool_choice_none: bool | None
     expert_placement_strategy: Any
     fail_on_environ_validation: bool | None
     fault_tolerance_config: Any
@@ -336,10 +337,8 @@ class LLMKeywords(EngineKeywords, total=False):
     task: Any
     tokenizer_mode: Any
     tokens_only: bool | None
-    tool_call_parser: Any
     tool_parser_plugin: Any
     tool_server: Any
-    tool_strict_level: Any
     trust_remote_code: bool | None
     trust_request_mm_kwargs: bool | None
     ubatch_size: Any

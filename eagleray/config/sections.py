@@ -132,6 +132,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "lists of parts; auto, as the template uses them."
         ),
     ] = "auto"
+    tool_call_parser: Annotated[
+        str,
+        Meta(
+            description="Format of the model's tool calls, by the name of its parser in vLLM, such as hermes. auto: "
+            "the format that the chat template shows. none: tool calls are refused. See docs/tools.md."
+        ),
+    ] = "auto"
+    tool_strict_level: Annotated[
+        Literal["auto", "function", "parameter"],
+        Meta(
+            description="Constraint of tool calls that the model is free to make. auto: arguments of tools with "
+            "`strict` follow their schemas. function: calls name a tool of the request, with a JSON object. parameter: "
+            "all arguments follow their schemas."
+        ),
+    ] = "auto"
     deterministic: Annotated[
         bool,
         Meta(

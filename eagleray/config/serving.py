@@ -94,6 +94,9 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     trust_request_chat_template: Annotated[
         bool, Meta(description="Accept chat templates in requests, which are programs (they run in a sandbox).")
     ] = False
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool, Meta(description="Leave `tools` out of the prompt if `tool_choice` is none.")
+    ] = False
     request_timeout: Annotated[
         Seconds | None,
         Meta(description="Seconds after which a request that sets no `timeout` of its own is given up."),

@@ -30,7 +30,7 @@ SWITCHES = _names(
     enable_nccl_comm_suspend enable_offline_docs enable_per_request_metrics enable_prompt_embeds
     enable_reasoning enable_request_id_headers enable_scale_out enable_server_load_tracking
     enable_shm_tensor_arena enable_sleep_mode
-    enable_tower_connector_lora enable_trace_replay enforce_eager exclude_tools_when_tool_choice_none
+    enable_tower_connector_lora enable_trace_replay enforce_eager
     fail_on_environ_validation fully_sharded_loras grpc headless interleave_mm_strings jit_monitor_verbose
     kv_cache_metrics kv_sharing_fast_prefill language_model_only log_error_stack
     long_prefill_token_threshold_adaptive mm_device_do_normalize mm_encoder_only numa_bind
@@ -80,6 +80,7 @@ SPELLINGS = {
 
 
 NO_EFFECT = {
+    "tools are on whenever the model's format of calls is known (`tool_call_parser`)": "enable_auto_tool_choice",
     "prompts are always computed in chunks": "enable_chunked_prefill max_num_partial_prefills",
     "`max_num_batched_tokens` limits a step": "max_num_scheduled_tokens",
     "every answer has the header X-Request-Id": "enable_request_id_headers",
@@ -235,10 +236,7 @@ REFUSED = {
     "not supported yet: each step computes one token of each request": (
         "speculative_config spec_method spec_model spec_tokens"
     ),
-    "not supported yet: answers are text without tool calls": (
-        "enable_auto_tool_choice exclude_tools_when_tool_choice_none tool_call_parser tool_parser_plugin"
-        " tool_strict_level"
-    ),
+    "not supported yet: formats of tool calls have names (`tool_call_parser`)": "tool_parser_plugin",
     "not supported yet: reasoning is a part of the answer's text": (
         "reasoning_parser reasoning_parser_plugin reasoning_config enable_reasoning"
     ),
@@ -259,7 +257,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "decode_context_parallel_size": (1,),
     "prefill_context_parallel_size": (1,),
     "lora_dtype": ("auto",),
-    "tool_strict_level": ("auto",),
     "structured_outputs_config": ({"backend": "auto"},),
     "guided_decoding_backend": ("auto",),
 }

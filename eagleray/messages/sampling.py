@@ -248,6 +248,9 @@ def _check(params: SamplingParams) -> None:
     if params.max_tokens is not None:
         _require(params.min_tokens <= params.max_tokens, "min_tokens", params.min_tokens, "at most max_tokens")
     _check_lists(params)
+    kept = params.kept_special_token_ids or ()
+    are_ids = all(isinstance(token_id, int) for token_id in kept)
+    _require(are_ids, "kept_special_token_ids", kept, "a list of token ids")
     for token_id, bias in (params.logit_bias or {}).items():
         is_valid = _is_finite(bias) and -100 <= bias <= 100
         _require(is_valid, "logit_bias", {token_id: bias}, "between -100 and 100")
@@ -305,7 +308,7 @@ def resolve_all_logprobs(params: SamplingParams, vocab_size: int) -> SamplingPar
 
 def _check_lists(params: SamplingParams) -> None:
     """Raise `InvalidRequest` for a list that is none, that has too many entries, or a text that is too long."""
-    for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
+    for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids", "kept_special_token_ids"):
         value = getattr(params, name)
         _require(value is None or isinstance(value, Collection), name, value, "a list")
     biases = params.logit_bias
@@ -314,6 +317,7 @@ def _check_lists(params: SamplingParams) -> None:
         "stop_strings": MAX_STOP_STRINGS,
         "bad_words": MAX_BAD_WORDS,
         "stop_token_ids": MAX_STOP_TOKEN_IDS,
+        "kept_special_token_ids": MAX_STOP_TOKEN_IDS,
         "logit_bias": MAX_LOGIT_BIASES,
     }
     for name, limit in most.items():

@@ -5,14 +5,12 @@ Holds no state; used by the routes of chat and /tokenize.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 from msgspec import Meta
 
 from eagleray.errors import InvalidRequest
-from eagleray.server.field_fates import TOOL_CALLS
-from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.service import Service
 
 MAX_TEMPLATE_VARIABLES = 256
@@ -83,10 +81,12 @@ ReasoningEffort = Annotated[
     str | None, Meta(description="Given to the chat template, whose variable `enable_thinking` it sets too.")
 ]
 Tools = Annotated[
-    list[dict[str, Any]] | None,
-    Meta(description="Given to the chat template. Only with `tool_choice` none: tool calls are not supported."),
+    list[dict[str, Any]] | None, Meta(description="Functions that the model may call. Given to the chat template.")
 ]
-ToolChoice = Annotated[Any, Meta(description="none, or auto without `tools`.")]
+ToolChoiceField = Annotated[
+    Any,
+    Meta(description="none, auto (the default with `tools`), required, one function, or allowed_tools with a list."),
+]
 
 
 class TemplateFields(Protocol):
@@ -96,7 +96,6 @@ class TemplateFields(Protocol):
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
     chat_template: str | None
-    tools: list[dict[str, Any]] | None
     documents: list[dict[str, Any]] | None
     reasoning_effort: str | None
 
@@ -124,15 +123,13 @@ def check_template_fields(service: Service, fields: TemplateFields) -> None:
         )
 
 
-def check_no_calls(tools: Any, tool_choice: Any, given: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedParameter` unless the answer is a text for certain. `given`: the fields about tools by name."""
-    if tool_choice != "none" and (tools or tool_choice not in (None, "auto")):
-        names = [name for name, value in given.items() if value not in (None, [])]
-        raise unsupported_feature(TOOL_CALLS, names or ["tool_choice"])
-
-
-async def render_chat(service: Service, messages: list[dict[str, Any]], fields: TemplateFields) -> str:
-    """Return the prompt for checked messages and template fields.
+async def render_chat(
+    service: Service,
+    messages: list[dict[str, Any]],
+    fields: TemplateFields,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """Return the prompt for checked messages and template fields. `tools`: shown to the model.
 
     Raises `InvalidRequest` for contradicting fields, or if the template refuses the messages.
     """
@@ -144,7 +141,7 @@ async def render_chat(service: Service, messages: list[dict[str, Any]], fields: 
         continue_final_message=continues,
         chat_template_kwargs=variables,
         chat_template=variables.pop("chat_template", None) or fields.chat_template or None,
-        tools=fields.tools or None,
+        tools=tools or None,
         documents=fields.documents or None,
     )
 

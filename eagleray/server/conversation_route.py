@@ -22,12 +22,20 @@ from eagleray.server.body import Reasons, field_names
 from eagleray.server.chat_messages import check_template_fields, render_chat
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import ErrorForm
-from eagleray.server.field_fates import Fate
+from eagleray.server.field_fates import TOOL_CALLS, Fate
 from eagleray.server.generation import Generation, Usage
 from eagleray.server.generation_route import GenerationFields, ParsedRequest
 from eagleray.server.http_responses import json_response, unless_disconnected
+from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
 from eagleray.server.service import Service
+
+
+def check_no_calls(tools: Any, tool_choice: Any, given: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedParameter` unless the answer is a text for certain. `given`: the fields about tools by name."""
+    if tool_choice != "none" and (tools or tool_choice not in (None, "auto")):
+        names = [name for name, value in given.items() if value not in (None, [])]
+        raise unsupported_feature(TOOL_CALLS, names or ["tool_choice"])
 
 
 class CountFields(Protocol):
@@ -63,7 +71,7 @@ class Conversation:
 
     async def render(self, service: Service) -> str:
         """Return the prompt. Raises `InvalidRequest`."""
-        return await render_chat(service, self.messages, self)
+        return await render_chat(service, self.messages, self, self.tools)
 
 
 class ParsedConversation(ParsedRequest[Body, Chunk]):

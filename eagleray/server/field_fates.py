@@ -59,6 +59,9 @@ WEB_SEARCH = Feature("web search", "leave it out")
 PREDICTION = Feature("predicted outputs", "leave it out")
 VERBOSITY = Feature("a verbosity of answers", "leave it out, and ask for short or long answers in the prompt")
 REASONING = Feature("separate reasoning", "leave it out; the answer's text has the reasoning too")
+JOINED_REASONING = Feature(
+    "reasoning as a part of the text", "leave it out, or start the server with `--reasoning-parser none`"
+)
 THINKING_BUDGET = Feature("a budget of thinking tokens", "leave it out; `max_tokens` limits the whole answer")
 EMBEDS = Feature("prompts of embeddings", "leave it out and send a text or token ids")
 TRANSFER = Feature("transfer of the cache between servers", "leave it out")
@@ -125,8 +128,6 @@ COMMON: Mapping[str, Fate] = {
     "early_stopping": refused(BEAM_SEARCH, False),
     "spaces_between_special_tokens": ACCEPTED,
     "trace_decode_token_ids": refused(GIVEN_TOKENS, []),
-    "include_reasoning": refused(REASONING, True),
-    "separate_reasoning": refused(REASONING, False),
     "thinking_token_budget": refused(THINKING_BUDGET, -1),
     "watermarking": refused(WATERMARK, False),
     "vllm_xargs": refused(PLUGINS, {}),
@@ -144,8 +145,15 @@ COMMON: Mapping[str, Fate] = {
     "stream_options.include_obfuscation": ACCEPTED,
 }
 
+NO_REASONING: Mapping[str, Fate] = {
+    "include_reasoning": refused(REASONING, True),
+    "separate_reasoning": refused(REASONING, False),
+}
+"""Fields of routes whose answers are undivided."""
+
 COMPLETION_FATES: Mapping[str, Fate] = {
     **COMMON,
+    **NO_REASONING,
     "suffix": refused(SUFFIX, ""),
     "max_completion_tokens": refused(_renamed("max_tokens")),
     "messages": refused(Feature("messages on this route", "send them to /v1/chat/completions"), []),
@@ -160,6 +168,7 @@ TOKENIZE_FATES: Mapping[str, Fate] = {
 
 CHAT_FATES: Mapping[str, Fate] = {
     **COMMON,
+    "separate_reasoning": refused(JOINED_REASONING, True),
     "functions": refused(FUNCTIONS, []),
     "function_call": refused(FUNCTIONS, "none", "auto"),
     "modalities": refused(AUDIO, ["text"], []),

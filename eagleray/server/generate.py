@@ -61,6 +61,9 @@ class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = None
     prompt_logprob_start: Annotated[int | None, Meta(description="First position of the prompt that has a row.")] = None
+    kept_special_token_ids: Annotated[
+        list[int] | None, Meta(description="Special tokens that texts have although `skip_special_tokens` is on.")
+    ] = None
     structured_outputs: Annotated[
         StructuredOutputsParams | None, Meta(description="Constraint of the text. Needs the server's tokenizer.")
     ] = None
@@ -213,6 +216,9 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
             setattr(response, name, None)
         await self._show_prompt(group.generations[0], response)
         return response
+
+    def _chunks(self, generation: Generation, delta: CompletionDelta) -> list[GenerateResponse]:
+        return [] if self._is_empty(delta) else [self._chunk(generation, delta)]
 
     def _chunk(self, generation: Generation, delta: CompletionDelta) -> GenerateResponse:
         logprobs = None if delta.logprobs is None else self._logprobs(generation, delta)

@@ -48,6 +48,11 @@ class PromptTokensDetails(msgspec.Struct):
     """Prompt tokens that did not have to be computed, because the prefix cache had them."""
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+    """Tokens that the text of the reasoning has."""
+
+
 # The tokens of all prompts of an HTTP request together, counted while they come, and a part of its answer.
 class Usage(msgspec.Struct):
     prompt_tokens: int
@@ -56,7 +61,8 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None
     """None without the option `enable_prompt_tokens_details`."""
-    completion_tokens_details: None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """None unless reasoning is divided from the answers, and before they have ended."""
 
 
 WeightVersionsField = (

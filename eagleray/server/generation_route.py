@@ -10,7 +10,7 @@ import abc
 import functools
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -18,10 +18,12 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from eagleray.client.answers.plan import AnswerPlan
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams, resolve_all_logprobs
+from eagleray.messages.structured_outputs import StructuredOutputsParams
 from eagleray.server.access_log import USAGE
 from eagleray.server.body import Reasons, RefusedBody, field_names
 from eagleray.server.endpoint import Endpoint, Operation
@@ -142,6 +144,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     num_prompts = 1
     only_prompt = False
     """Whether the request asks for no token."""
+    plan = AnswerPlan()
+    """Form of the answers; by default they are undivided texts."""
 
     def __init__(self, service: Service, body: Body, request: Request) -> None:
         """Raise `InvalidRequest` for wrong parameters or headers, and for fields that could have no effect."""
@@ -202,9 +206,15 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(self.body, name, None)) is not None}
         if self.service.reports_routed_experts:
             given.setdefault("return_routed_experts", True)
-        if isinstance(self.body, ConstraintFields) and (constraint := constraint_of(self.body)) is not None:
+        if (constraint := self.plan.constrain(self._content_constraint())) is not None:
             given["structured_outputs"] = constraint
+        if self.plan.is_divided:
+            given["kept_special_token_ids"] = self.service.tokenizer.special_ids_of(self.plan.markers)
         return make_sampling(self.service.default_sampling | given | decided)
+
+    def _content_constraint(self) -> StructuredOutputsParams | None:
+        """Return the constraint of the answer's content that the body asks for. Raises `InvalidRequest`."""
+        return constraint_of(self.body) if isinstance(self.body, ConstraintFields) else None
 
     async def respond(self) -> Any:
         """Generate, and return the whole answer."""
@@ -251,8 +261,9 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
                         generation.text_offsets[delta.index] = 0
                         async for chunk in self._first_chunks(generation, delta):
                             await emit(chunk)
-                    elif not self._is_empty(delta):
-                        await emit(self._chunk(generation, delta))
+                    else:
+                        for chunk in self._chunks(generation, delta):
+                            await emit(chunk)
         self.usage = group.usage
         async for chunk in self._last_chunks(group):
             await emit(chunk)
@@ -282,7 +293,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         return await encoded_prompt_logprobs(generation.prompt_logprobs, k, is_msgpack=self.is_msgpack)
 
     def _is_empty(self, delta: CompletionDelta) -> bool:
-        """Whether a delta after the first needs no event.
+        """Whether a delta of an undivided answer, after the first, needs no event.
 
         Tokens may have no text yet, because a character is incomplete or a stop string may have begun.
         """
@@ -314,8 +325,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         return self._make_chunk(choices)
 
     @abc.abstractmethod
-    def _chunk(self, generation: Generation, delta: CompletionDelta) -> Chunk:
-        """Return the event for a delta."""
+    def _chunks(self, generation: Generation, delta: CompletionDelta) -> Iterable[Chunk]:
+        """Return the events for a delta after the first of its completion; none if it shows nothing."""
 
     @abc.abstractmethod
     def _first_chunks(self, generation: Generation, delta: CompletionDelta) -> AsyncIterator[Chunk]:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from eagleray.client.answers.plan import AnswerPlan
+from eagleray.client.answers.requested_tools import OfferedTools, RequestedTools
 from eagleray.client.client import Client
 from eagleray.client.preprocess import Prompt, RequestOptions
 from eagleray.client.text.generation_config import default_sampling
@@ -72,6 +74,7 @@ class Service:
         self.response_role = config.serving.response_role
         self.default_template_variables = config.serving.default_chat_template_kwargs
         self.trusts_templates = config.serving.trust_request_chat_template
+        self._excludes_unused_tools = config.serving.exclude_tools_when_tool_choice_none
         self._ignored_log = IgnoredFieldLog()
         self.metrics = Metrics(
             self.model_name,
@@ -117,6 +120,12 @@ class Service:
                 "this server runs without a tokenizer (its option `skip_tokenizer_init`): use token ids on "
                 "/v1/completions, without `echo` and `logprobs`, or on /inference/v1/generate"
             )
+
+    def plan_answers(self, requested: RequestedTools) -> AnswerPlan:
+        """Return the form of the answers to a request with these tools. Raises `UnsupportedParameter`."""
+        if requested.choice.mode == "none" and self._excludes_unused_tools:
+            requested = requested._replace(offered=OfferedTools())
+        return self.client.answer_formats.plan(requested)
 
     def body_decoder(self, kind: type[T], fates: Mapping[str, Fate] | None = None) -> BodyDecoder[T]:
         """Return a decoder of bodies in the form of the struct `kind`. `fates`: see `BodyDecoder`."""

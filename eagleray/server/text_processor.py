@@ -80,6 +80,11 @@ class TextProcessor:
             await self._check_tokens(text, limit)
         return await self._in_thread(self._tokenizing, encode)
 
+    async def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text that the model has written, without special ones."""
+        count = partial(self._tokenizer.count_tokens, text)
+        return count() if len(text) <= INLINE_CHARS else await self._in_thread(self._tokenizing, count)
+
     async def encode_part(
         self, text: str, max_tokens: int, *, side: TruncationSide | None, add_special_tokens: bool
     ) -> list[int]:

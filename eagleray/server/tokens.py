@@ -121,7 +121,7 @@ class TokenRoutes:
         if body.messages is not None:
             check_template_fields(self._service, body)
             self._service.text.check_messages(body.messages)
-            text = await render_chat(self._service, body.messages, body)
+            text = await render_chat(self._service, body.messages, body, body.tools)
             return await self._encode_text(text, add_special_tokens=bool(body.add_special_tokens))
         for name in CONVERSATION_FIELDS:
             if getattr(body, name) is not None:

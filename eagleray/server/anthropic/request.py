@@ -14,6 +14,7 @@ from eagleray.server.chat_messages import TemplateVariables
 from eagleray.server.field_fates import (
     ACCEPTED,
     COMMON,
+    NO_REASONING,
     SEVERAL_ANSWERS,
     STRUCTURED_OUTPUTS,
     Fate,
@@ -88,6 +89,7 @@ COUNT_FATES: Mapping[str, Fate] = {
 
 MESSAGES_FATES: Mapping[str, Fate] = {
     **COMMON,
+    **NO_REASONING,
     **COUNT_FATES,
     "service_tier": ignored("auto", "standard_only"),
     "stop": refused(OPENAI_STOP, []),

@@ -34,8 +34,7 @@ from eagleray.server.anthropic.response import (
     anthropic_usage,
 )
 from eagleray.server.body import Reasons
-from eagleray.server.chat_messages import check_no_calls
-from eagleray.server.conversation_route import Conversation, ParsedConversation, TokenCountRoute
+from eagleray.server.conversation_route import Conversation, ParsedConversation, TokenCountRoute, check_no_calls
 from eagleray.server.error_responses import HttpError
 from eagleray.server.field_fates import REASONING
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
@@ -87,8 +86,11 @@ class ParsedMessages(ParsedConversation[MessagesRequest, AnyMessageEvent]):
         yield MessageStart(self._message([]))
         yield ContentBlockStart(content_block=TextBlock(text=""))
         yield Ping()
-        if not self._is_empty(delta):
-            yield self._chunk(generation, delta)
+        for event in self._chunks(generation, delta):
+            yield event
+
+    def _chunks(self, generation: Generation, delta: CompletionDelta) -> list[AnyMessageEvent]:
+        return [] if self._is_empty(delta) else [self._chunk(generation, delta)]
 
     def _chunk(self, generation: Generation, delta: CompletionDelta) -> AnyMessageEvent:
         return ContentBlockDelta(delta=TextDelta(text=delta.text))

@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, TypeVar
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
+from eagleray.client.answers.blocks import ToolCall, text_of
+from eagleray.client.answers.parts import AnswerPart, CallArguments, CallBegin, Content, Reasoning
+from eagleray.client.answers.requested_tools import CHAT_TOOLS, choose_tools, read_tools
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
+from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
+from eagleray.server.answers import AnswerReader
 from eagleray.server.body import Reasons, field_names
-from eagleray.server.chat_messages import (
-    EFFORT_VARIABLES,
-    check_no_calls,
-    check_template_fields,
-    message_text,
-    render_chat,
-)
-from eagleray.server.field_fates import CHAT_FATES
+from eagleray.server.chat_messages import EFFORT_VARIABLES, check_template_fields, message_text, render_chat
+from eagleray.server.field_fates import CHAT_FATES, REASONING
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
 from eagleray.server.generation_route import ParsedRequest
+from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
 from eagleray.server.openai.requests import ChatFields, ChatRequest
 from eagleray.server.openai.responses import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
     ChatMessage,
     ChatResponse,
+    ChatToolCall,
+    FunctionDelta,
+    ToolCallDelta,
 )
 from eagleray.server.routed_experts import routed_experts
 from eagleray.server.service import Service
@@ -59,6 +63,9 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
 
     def __init__(self, service: Service, body: Body, request: Request) -> None:
         super().__init__(service, body, request)
+        self._reader = AnswerReader(self.plan)
+        self._callers: set[int] = set()
+        """Numbers of the streamed choices that have calls."""
         effort = body.reasoning_effort
         if effort not in (None, "none") and not service.tokenizer.template_uses(EFFORT_VARIABLES):
             service.report_ignored(request.scope["state"], "reasoning_effort")
@@ -66,7 +73,11 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
     def _check_features(self, reasons: Reasons) -> None:
         body = self.body
         with reasons.collecting():
-            _check_tools(body)
+            offered = read_tools(body.tools, CHAT_TOOLS)
+            requested = choose_tools(offered, body.tool_choice, is_parallel=body.parallel_tool_calls)
+            self.plan = self.service.plan_answers(requested)
+        if body.include_reasoning is False and self.plan.reasoning is None:
+            reasons.found.append(unsupported_feature(REASONING, ["include_reasoning"]))
         with reasons.collecting():
             check_template_fields(self.service, body)
         with reasons.collecting():
@@ -123,7 +134,8 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
         return prompts
 
     async def _render(self, messages: Conversation) -> Prompt:
-        text = await render_chat(self.service, messages, self.body)
+        text = await render_chat(self.service, messages, self.body, self.plan.requested.offered.shown)
+        self._reader.prompts.append(text)
         if self.body.return_prompt_text:
             self._prompt_text = text
         add_special_tokens = bool(self.body.add_special_tokens)
@@ -142,19 +154,58 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
         self, generation: Generation, output: CompletionOutput, logprobs: ChatLogprobs | None
     ) -> ChatChoice:
         experts = routed_experts(output, self.body.routed_experts_format)
+        message = self._message(generation, output)
         return ChatChoice(
-            index=generation.index * self.task.params.n + output.index,
-            message=ChatMessage(role=self._role(generation), content=self._echo(generation) + output.text),
-            logprobs=logprobs,
-            finish_reason=output.finish_reason,
+            index=self._choice_index(generation, output),
+            message=message,
+            logprobs=logprobs if self._shows_tokens else None,
+            finish_reason=self._finish_reason(output, has_calls=message.tool_calls is not UNSET),
             stop_reason=output.stop_reason,
-            token_ids=output.token_ids if self.shows_token_ids else None,
+            token_ids=output.token_ids if self.shows_token_ids and self._shows_tokens else None,
             routed_experts=None if experts is UNSET else experts,
             weight_versions=weight_versions(output),
         )
 
+    def _choice_index(self, generation: Generation, part: CompletionDelta | CompletionOutput) -> int:
+        return generation.index * self.task.params.n + part.index
+
+    def _message(self, generation: Generation, output: CompletionOutput) -> ChatMessage:
+        blocks = self._reader.blocks(generation, output)
+        content, calls = text_of(blocks, Content), [block for block in blocks if isinstance(block, ToolCall)]
+        reasoning = text_of(blocks, Reasoning)
+        has_others = reasoning is not None or bool(calls)
+        message = ChatMessage(role=self._role(generation), content=self._echo(generation) + (content or ""))
+        if has_others:
+            message.content = message.content or None
+        if reasoning is not None and self._shows_reasoning:
+            message.reasoning = message.reasoning_content = reasoning
+        if calls:
+            message.tool_calls = [
+                ChatToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+                for call in calls
+            ]
+        return message
+
+    @property
+    def _shows_reasoning(self) -> bool:
+        return self.body.include_reasoning is not False
+
+    @property
+    def _shows_tokens(self) -> bool:
+        """Whether tokens may be shown: as in vLLM, not where they would give away the reasoning."""
+        return self._shows_reasoning or self.plan.reasoning is None
+
+    def _finish_reason(self, part: CompletionDelta | CompletionOutput, *, has_calls: bool) -> str | None:
+        """Return why a choice ended. As in vLLM and OpenAI's API, calls of a tool that the request names are no reason
+        of their own."""
+        is_named = self.plan.requested.choice.name is not None
+        if has_calls and not is_named and part.finish_reason is FinishReason.STOP:
+            return "tool_calls"
+        return part.finish_reason
+
     async def _response(self, group: GenerationGroup, choices: list[ChatChoice]) -> ChatResponse:
         generation = group.generations[0]
+        await self._reader.count_reasoning(group.usage, self.service.text)
         prompt_logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)
         return ChatResponse(
             id=self.id,
@@ -168,31 +219,75 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
             prompt_text=None if self._prompt_text is UNSET else self._prompt_text,
         )
 
-    def _chunk(self, generation: Generation, delta: CompletionDelta) -> ChatChunk:
+    def _chunks(self, generation: Generation, delta: CompletionDelta) -> list[ChatChunk]:
+        choice = self._chunk_choice(generation, delta)
+        is_shown = (
+            choice.delta != ChatDelta()
+            or choice.finish_reason is not None
+            or choice.logprobs is not None
+            or choice.token_ids
+            or choice.routed_experts is not UNSET
+        )
+        return [self._make_chunk([choice])] if is_shown else []
+
+    def _chunk_choice(self, generation: Generation, delta: CompletionDelta) -> ChatChunkChoice:
+        index = self._choice_index(generation, delta)
+        shown = self._delta(index, self._reader.read(generation, delta))
         choice = ChatChunkChoice(
-            index=delta.index,
-            delta=ChatDelta(content=delta.text),
-            finish_reason=delta.finish_reason,
+            index=index,
+            delta=shown,
+            finish_reason=self._finish_reason(delta, has_calls=index in self._callers),
             stop_reason=delta.stop_reason,
             weight_versions=weight_versions(delta),
         )
-        if delta.logprobs is not None:
+        if not self.plan.is_divided and (choice.finish_reason is not None or delta.logprobs is not None):
+            shown.content = shown.content or ""
+        if delta.logprobs is not None and self._shows_tokens:
             choice.logprobs = self._logprobs(generation, delta)
-        if self.shows_token_ids:
+        if self.shows_token_ids and self._shows_tokens:
             choice.token_ids = delta.token_ids
         if delta.routed_experts is not None:
             choice.routed_experts = routed_experts(delta, self.body.routed_experts_format)
-        return self._make_chunk([choice])
+        return choice
+
+    def _delta(self, index: int, parts: Iterable[AnswerPart]) -> ChatDelta:
+        """Return the change of a choice's message, with one entry for each tool call."""
+        delta = ChatDelta()
+        calls: dict[int, ToolCallDelta] = {}
+        for part in parts:
+            match part:
+                case Content(text):
+                    delta.content = (delta.content or "") + text
+                case Reasoning(text) if self._shows_reasoning:
+                    delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + text
+                case CallBegin(number, name, call_id):
+                    function = FunctionDelta(name=name, arguments="")
+                    call_id = call_id or self.plan.make_call_id()
+                    calls[number] = ToolCallDelta(index=number, id=call_id, type="function", function=function)
+                case CallArguments(number, text):
+                    call = calls.setdefault(number, ToolCallDelta(index=number, function=FunctionDelta(arguments="")))
+                    call.function.arguments += text
+        if calls:
+            self._callers.add(index)
+            delta.tool_calls = [*calls.values()]
+        return delta
 
     async def _first_chunks(self, generation: Generation, delta: CompletionDelta) -> AsyncIterator[ChatChunk]:
-        chunk = self._chunk(generation, delta)
-        first = chunk.choices[0].delta
-        first.role, first.content = self._role(generation), self._echo(generation) + delta.text
+        choice = self._chunk_choice(generation, delta)
+        choice.delta.role = self._role(generation)
+        choice.delta.content = self._echo(generation) + (choice.delta.content or "")
+        chunk = self._make_chunk([choice])
         if len(generation.text_offsets) == 1:  # the first event of all
             chunk.prompt_logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)
             chunk.prompt_text = self._prompt_text
             chunk.prompt_token_ids = generation.prompt_token_ids if self.shows_token_ids else None
         yield chunk
+
+    async def _last_chunks(self, group: GenerationGroup) -> AsyncIterator[ChatChunk]:
+        if self._shown_usage()[0]:
+            await self._reader.count_reasoning(group.usage, self.service.text)
+        async for chunk in super()._last_chunks(group):
+            yield chunk
 
     def _make_chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         chunk = ChatChunk(id=self.id, created=self.created, model=self.model_name, choices=choices, usage=self.usage)
@@ -220,9 +315,3 @@ class ParsedChat(AnyParsedChat[ChatRequest]):
 
     def _check_conversations(self) -> None:
         self.service.text.check_messages(self.body.messages)
-
-
-def _check_tools(body: ChatFields) -> None:
-    """Raise `UnsupportedParameter` if the answer may have to be a tool call."""
-    given = {"tools": body.tools, "tool_choice": body.tool_choice, "parallel_tool_calls": body.parallel_tool_calls}
-    check_no_calls(body.tools, body.tool_choice, given)

@@ -103,6 +103,9 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
         response.service_tier = response.kv_transfer_params = response.ec_transfer_params = response.metrics = None
         return response
 
+    def _chunks(self, generation: Generation, delta: CompletionDelta) -> list[CompletionResponse]:
+        return [] if self._is_empty(delta) else [self._chunk(generation, delta)]
+
     def _chunk(self, generation: Generation, delta: CompletionDelta) -> CompletionResponse:
         choice = self._make_choice(generation, delta)
         if delta.logprobs is not None:

@@ -6,7 +6,14 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from eagleray.server.chat_messages import Conversations, Messages, ReasoningEffort, TemplateVariables, ToolChoice, Tools
+from eagleray.server.chat_messages import (
+    Conversations,
+    Messages,
+    ReasoningEffort,
+    TemplateVariables,
+    ToolChoiceField,
+    Tools,
+)
 from eagleray.server.fields import (
     CacheSalt,
     KeptSide,
@@ -96,8 +103,13 @@ class ChatFields(OpenAIRequest, kw_only=True):
     documents: Annotated[list[dict[str, Any]] | None, Meta(description="Given to the chat template.")] = None
     reasoning_effort: ReasoningEffort = None
     tools: Tools = None
-    tool_choice: ToolChoice = None
-    parallel_tool_calls: Annotated[bool | None, Meta(description="No effect.")] = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="Default true: an answer may call several tools.")] = (
+        None
+    )
+    include_reasoning: Annotated[
+        bool | None, Meta(description="Default true: show the reasoning, if the server divides it from the answer.")
+    ] = None
 
 
 class ChatRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):

@@ -47,14 +47,30 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     metrics: UnsetType | None = UNSET
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+    """A JSON object, unless the model broke it or was cut off."""
+
+
+class ChatToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
-    content: str
+    content: str | None
+    """None beside tool calls or reasoning if there is no text."""
     refusal: None = None
     annotations: None = None
     audio: None = None
     function_call: None = None
-    reasoning: None = None
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+    reasoning: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    """The same as `reasoning`, by its older name."""
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -86,9 +102,27 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     metrics: None = None
 
 
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """More of a tool call. Only the first one of a call has its id, type and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """The same as `reasoning`, by its older name."""
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

@@ -57,7 +57,6 @@ class _ChatOptions(TemplateFields):
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
     chat_template: str | None
-    tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
 

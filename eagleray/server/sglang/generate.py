@@ -250,6 +250,9 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
 
     # The events of a stream.
 
+    def _chunks(self, generation: Generation, delta: CompletionDelta) -> list[SGLangCompletion]:
+        return [] if self._is_empty(delta) else [self._chunk(generation, delta)]
+
     def _chunk(self, generation: Generation, delta: CompletionDelta) -> SGLangCompletion:
         so_far = self._streamed[delta.index]
         so_far.text += delta.text

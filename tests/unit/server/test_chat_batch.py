@@ -53,7 +53,7 @@ def test_chat_batch_echo_is_that_of_each_conversation(api):
         ({"messages": [HELLO], "n": 2}, "n"),
         ({"messages": [HELLO], "stream": True}, "stream"),
         ({"messages": [HELLO], "prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"messages": [HELLO], "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": [HELLO], "tools": [{"type": "function"}]}, "tools[0].function"),
         ({"messages": [HELLO] * 5000}, "messages"),
     ],
 )

@@ -46,7 +46,7 @@ def test_chat_history_of_an_agent_reaches_the_template(served):
         {"role": "critic", "content": "ok"},
     ]
     with served() as api:
-        assert prompt_of(api, *history) == "user:hello!;assistant:None;Paristool:rain;critic:ok;"
+        assert prompt_of(api, *history) == "user:hello!;assistant:;Paristool:rain;critic:ok;"
 
 
 def test_chat_tools_without_a_choice_of_them_are_shown_to_the_model(served):

@@ -209,7 +209,7 @@ def test_chat_long_conversation_is_tokenized_like_a_short_one(api):
         ({"messages": [USER | {"name": 5}]}, "messages[0].name"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [USER | {"content": "hello " * 100}]}, "messages"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": ""}, "tool_choice"),
         ({"tool_choice": []}, "tool_choice"),

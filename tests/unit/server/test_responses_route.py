@@ -206,14 +206,14 @@ def test_responses_history_with_calls_reaches_the_template(checkpoint, tmp_path)
     messages, tools = messages_of(checkpoint, tmp_path, {"input": items, "tools": [TOOL], "tool_choice": "none"})
     function = {"name": "f", "arguments": {"a": 1}}
     calls = [{"id": name, "type": "function", "function": function} for name in ("c1", "c2")]
-    long, short = ({"reasoning": text, "reasoning_content": text} for text in ("long", "short"))
+    long, short = (dict.fromkeys(["reasoning", "reasoning_content", "thinking"], text) for text in ("long", "short"))
     assert messages == [
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "calling", "tool_calls": calls, **long},
-        {"role": "tool", "tool_call_id": "c1", "content": "one"},
-        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+        {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "one"},
+        {"role": "tool", "tool_call_id": "c2", "name": "f", "content": "two"},
         {"role": "assistant", "content": "", "tool_calls": calls[:1], **short},
-        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "one"},
         {"role": "assistant", "content": "no"},
         {"role": "assistant", "content": "", **short},
         {"role": "system", "content": "go on"},

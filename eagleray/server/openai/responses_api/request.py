@@ -9,11 +9,12 @@ import msgspec
 from msgspec import Meta
 
 from eagleray.messages.sampling import MAX_STOP_STRINGS
-from eagleray.server.chat_messages import ReasoningEffort, TemplateVariables, ToolChoice, Tools
+from eagleray.server.chat_messages import ReasoningEffort, TemplateVariables, ToolChoiceField, Tools
 from eagleray.server.field_fates import (
     ACCEPTED,
     COMMON,
     MEDIA,
+    NO_REASONING,
     SEVERAL_ANSWERS,
     STRUCTURED_OUTPUTS,
     UNCONSTRAINED,
@@ -103,7 +104,7 @@ class ResponsesRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True)
         Meta(description="auto: keep the last tokens of a prompt that is too long for the model's length."),
     ] = None
     tools: Tools = None
-    tool_choice: ToolChoice = None
+    tool_choice: ToolChoiceField = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Returned with the answer.")] = None
     user: Annotated[str | None, Meta(description="Returned with the answer.")] = None
     priority: Priority = None
@@ -141,6 +142,7 @@ INPUT_TOKENS_FATES: Mapping[str, Fate] = {
 
 RESPONSES_FATES: Mapping[str, Fate] = {
     **COMMON,
+    **NO_REASONING,
     **_INPUT_FATES,
     **UNCONSTRAINED,
     "background": refused(BACKGROUND, False),

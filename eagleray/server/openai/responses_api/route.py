@@ -15,8 +15,7 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.errors import InvalidRequest, NotFound
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
-from eagleray.server.chat_messages import check_no_calls
-from eagleray.server.conversation_route import Conversation, ParsedConversation, TokenCountRoute
+from eagleray.server.conversation_route import Conversation, ParsedConversation, TokenCountRoute, check_no_calls
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import HttpError
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
@@ -132,8 +131,11 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
         item = OutputMessage(id=self._item_id, status="in_progress", content=[])
         yield OutputItemAdded(sequence_number=self._number(), item=item)
         yield ContentPartAdded(sequence_number=self._number(), item_id=self._item_id, part=OutputText(text=""))
-        if not self._is_empty(delta):
-            yield self._chunk(generation, delta)
+        for event in self._chunks(generation, delta):
+            yield event
+
+    def _chunks(self, generation: Generation, delta: CompletionDelta) -> list[AnyResponseEvent]:
+        return [] if self._is_empty(delta) else [self._chunk(generation, delta)]
 
     def _chunk(self, generation: Generation, delta: CompletionDelta) -> AnyResponseEvent:
         event = OutputTextDelta(sequence_number=self._number(), item_id=self._item_id, delta=delta.text)

@@ -1,0 +1,145 @@
+"""The form of the answers to one request: what constrains them, and how they are divided into parts.
+
+An `AnswerPlan` combines the formats of the model with the tools of the request. It is immutable and serves all
+completions of a request, in the HTTP routes and in `LLM.chat`; each completion has a splitter of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from eagleray.client.answers.formats import ReasoningFormat, StructuralFormat, ToolFormat
+from eagleray.client.answers.parts import AnswerPart, Content, Splitter
+from eagleray.client.answers.requested_tools import RequestedTools
+from eagleray.client.answers.tools import Tool
+from eagleray.errors import InvalidRequest, UnsupportedParameter
+from eagleray.messages.structured_outputs import StructuredOutputsParams
+
+StrictLevel = Literal["auto", "function", "parameter"]
+"""Least constraint of calls that the model is free to make. `auto`: strict tools follow their schemas. `function`: all
+calls are of offered tools, with a JSON object. `parameter`: all tools are strict."""
+
+
+class AnswerFormats(NamedTuple):
+    """The formats in which a model writes its answers."""
+
+    tools: ToolFormat | None = None
+    """None: its format of tool calls is not known."""
+    reasoning: ReasoningFormat | None = None
+    """None: reasoning is not divided from the answer."""
+    strict_level: StrictLevel = "auto"
+
+    def plan(self, requested: RequestedTools) -> AnswerPlan:
+        """Return the plan of a request. Raises `UnsupportedParameter` for tools if the model's format of calls is not
+        known."""
+        if requested.choice.mode == "none":
+            return AnswerPlan(requested, reasoning=self.reasoning)
+        if self.tools is None:
+            raise UnsupportedParameter(
+                "this server does not support tool calls (`tools`), because the model's chat template shows no known "
+                "format of them: start it with the option `--tool-call-parser` and the name of the format, or give "
+                "`tool_choice` none for an answer in text",
+                param="tools",
+            )
+        return AnswerPlan(requested, self.tools, self.reasoning, self.strict_level)
+
+
+class AnswerPlan(NamedTuple):
+    """The form of the answers to one request."""
+
+    requested: RequestedTools = RequestedTools()
+    tools: ToolFormat | None = None
+    """Format of tool calls; None: the answers have none."""
+    reasoning: ReasoningFormat | None = None
+    """Format of the reasoning; None: it is a part of the content."""
+    strict_level: StrictLevel = "auto"
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether answers may have other parts than content."""
+        return self.tools is not None or self.reasoning is not None
+
+    @property
+    def markers(self) -> list[str]:
+        """Texts that divide answers."""
+        markers = [] if self.tools is None else [*self.tools.markers]
+        return markers if self.reasoning is None else [*markers, self.reasoning.start, self.reasoning.end]
+
+    def make_call_id(self) -> str:
+        """Return an id for a call that the model gave none."""
+        assert self.tools is not None
+        return self.tools.make_call_id()
+
+    def splitter(self, prompt: str) -> Splitter:
+        """Return a splitter for one answer to a prompt."""
+        rest = Undivided() if self.tools is None else self.tools.splitter(self.requested.offered.tools)
+        return rest if self.reasoning is None else self.reasoning.splitter(prompt, rest)
+
+    def constrain(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """Return the constraint of an answer after its reasoning, if the request constrains its content by `content`.
+
+        With a choice of tools that requires calls there is no content, and `content` has no effect.
+        """
+        if self.tools is None or (form := self._constraint(self.tools, content)) is None:
+            return content
+        return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": form}))
+
+    def _constraint(self, calls: ToolFormat, content: StructuredOutputsParams | None) -> StructuralFormat | None:
+        tools, choice = self.requested.offered.tools, self.requested.choice
+        if choice.mode == "auto" and content is None:
+            tools = self._floor(tools)
+            form = calls.constraint(tools, choice)
+            if form is None and (not choice.is_parallel or any(tool.strict for tool in tools)):
+                raise _no_constraint(calls, "`strict` and `parallel_tool_calls` false")
+            return form
+        form = calls.constraint(tools, choice._replace(mode="required"))
+        if form is None:
+            raise _no_constraint(calls, "a required call, or a call beside a constrained content,")
+        if choice.mode == "auto" and content is not None:
+            return {"type": "or", "elements": [form, _structural_format(content)]}
+        return form
+
+    def _floor(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+        """Return the tools with the least constraints of the server."""
+        if self.strict_level == "auto":
+            return tools
+        changes: dict[str, Any] = {} if self.strict_level == "parameter" else {"parameters": {"type": "object"}}
+        return tuple(tool if tool.strict else msgspec.structs.replace(tool, strict=True, **changes) for tool in tools)
+
+
+def _no_constraint(calls: ToolFormat, feature: str) -> UnsupportedParameter:
+    return UnsupportedParameter(
+        f"the format {calls.name} of tool calls has no constraints, which {feature} would need: leave it out",
+        param="tool_choice",
+    )
+
+
+class Undivided:
+    """Splitter of answers that are content alone."""
+
+    def push(self, text: str) -> list[AnswerPart]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[AnswerPart]:
+        return []
+
+
+def _structural_format(content: StructuredOutputsParams) -> StructuralFormat:
+    """Return a constraint as a part of a structural tag. Raises `InvalidRequest` for one that is a structural tag."""
+    schema: Any = {"type": "object"} if content.json_object else content.json
+    if schema is not None:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        return {"type": "json_schema", "json_schema": schema}
+    if content.regex is not None:
+        return {"type": "regex", "pattern": content.regex}
+    if content.choice is not None:
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in content.choice]}
+    if content.grammar is not None:
+        return {"type": "grammar", "grammar": content.grammar}
+    raise InvalidRequest(
+        "a structural tag and `tools` both constrain the answer: give one of them, or `tool_choice` none",
+        param="response_format",
+    )

@@ -1,0 +1,57 @@
+"""The answers of routes for conversations, divided into their parts. Owned by a `ParsedRequest`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from eagleray.client.answers.blocks import AnswerText, Block, split_answer
+from eagleray.client.answers.parts import AnswerPart, Reasoning, Splitter
+from eagleray.client.answers.plan import AnswerPlan
+from eagleray.client.outputs import CompletionDelta, CompletionOutput
+from eagleray.server.generation import CompletionTokensDetails, Generation, Usage
+from eagleray.server.text_processor import TextProcessor
+
+
+class CompletionKey(NamedTuple):
+    """A completion of a request."""
+
+    prompt: int
+    number: int
+
+
+class AnswerReader:
+    """Divides the answers to the prompts of one request."""
+
+    def __init__(self, plan: AnswerPlan) -> None:
+        self.prompts: list[str] = []
+        """The rendered prompts, in order."""
+        self._plan = plan
+        self._splitters: dict[CompletionKey, Splitter] = {}
+        self._reasoning: defaultdict[CompletionKey, list[str]] = defaultdict(list)
+        """Text of the reasoning so far."""
+
+    def read(self, generation: Generation, delta: CompletionDelta) -> list[AnswerPart]:
+        """Return the parts that a delta completes. Deltas of one completion come in order."""
+        key = CompletionKey(generation.index, delta.index)
+        splitter = self._splitters.get(key)
+        if splitter is None:
+            splitter = self._splitters[key] = self._plan.splitter(self.prompts[generation.index])
+        parts = splitter.push(delta.text)
+        if delta.finish_reason is not None:
+            parts = [*parts, *splitter.finish()]
+        self._reasoning[key] += [part.text for part in parts if isinstance(part, Reasoning)]
+        return parts
+
+    def blocks(self, generation: Generation, output: CompletionOutput) -> list[Block]:
+        """Return the blocks of a whole answer."""
+        blocks = split_answer(self._plan, self.prompts[generation.index], output.text)
+        texts = [block.text for block in blocks if isinstance(block, AnswerText) and block.kind is Reasoning]
+        self._reasoning[CompletionKey(generation.index, output.index)] = texts
+        return blocks
+
+    async def count_reasoning(self, usage: Usage, processor: TextProcessor) -> None:
+        """Put the number of tokens of all reasoning that was read into the usage, if reasoning is divided off."""
+        if self._plan.reasoning is not None:
+            counts = [await processor.count_tokens("".join(texts)) for texts in self._reasoning.values()]
+            usage.completion_tokens_details = CompletionTokensDetails(sum(counts))
