@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import re
+from collections.abc import Sequence
 from datetime import date, time
 from decimal import Decimal
 from ipaddress import IPv4Address, IPv6Address
@@ -62,16 +63,16 @@ class Walker:
 
     def accepts(self, grammar: CompiledGrammar, text: str) -> bool:
         """Whether the grammar allows the text, up to its end."""
-        return self._end_of(grammar, text) is True
+        return self._may_end(grammar, self._tokenizer.encode(text, add_special_tokens=False).ids) is True
 
-    def accepts_beginning(self, grammar: CompiledGrammar, text: str) -> bool:
-        """Whether the grammar allows a text that begins so."""
-        return self._end_of(grammar, text) is not None
+    def accepts_beginning(self, grammar: CompiledGrammar, token_ids: Sequence[int]) -> bool:
+        """Whether the grammar allows a text that begins by these tokens."""
+        return self._may_end(grammar, token_ids) is not None
 
-    def _end_of(self, grammar: CompiledGrammar, text: str) -> bool | None:
-        """Return whether the text may end, or None if a token of it is forbidden."""
+    def _may_end(self, grammar: CompiledGrammar, token_ids: Sequence[int]) -> bool | None:
+        """Return whether a text may end after these tokens, or None if one of them is forbidden."""
         matcher = grammar.matcher()
-        for token_id in self._tokenizer.encode(text, add_special_tokens=False).ids:
+        for token_id in token_ids:
             if not self._allowed(matcher)[token_id]:
                 return None
             matcher.accept([token_id])
