@@ -10,7 +10,11 @@ CASES = [
     pytest.param("deepseek_v2", {"tensor_parallel_size": 2}, marks=pytest.mark.grid),
     pytest.param("deepseek_v2", {"pipeline_parallel_size": 2}, marks=pytest.mark.grid),
     ("deepseek_v3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-    ("deepseek_v3", {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_dispatch": "all-to-all"}),
+    pytest.param(
+        "deepseek_v3",
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_dispatch": "all-to-all"},
+        marks=pytest.mark.grid,
+    ),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from quantized_weights import FORMATS, dequantized, random_weight
 from torch import Tensor
-from triton_compile import CAPABILITIES, MAX_SHARED_BYTES, compile_kernel
+from triton_compile import MAX_SHARED_BYTES, compile_kernel
 
 from eagleray.kernels.cuda.triton import linear as module
 from eagleray.kernels.cuda.triton.gate import gate_constants
@@ -107,9 +107,15 @@ def mxfp4_weight(rows: int, columns: int) -> Mxfp4Weight:
     return Mxfp4Weight(NOTHING, torch.empty(rows, columns // 32, dtype=torch.uint8, device="meta"))
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_quantized_linear_compiles(capability: int, tmp_path: Path) -> None:
-    numbers = [16, 32, 64, 128] if capability == 90 else [16]
+@pytest.mark.parametrize(
+    ("capability", "numbers"),
+    [
+        (80, [16]),
+        (90, [16, 128]),
+        *(pytest.param(*case, marks=pytest.mark.grid) for case in ((90, [32, 64]), (100, [16]))),
+    ],
+)
+def test_quantized_linear_compiles(capability: int, numbers: list[int], tmp_path: Path) -> None:
     weights = [(fp8(4096, 4096), False), (fp8(24576, 4096), True), (mxfp4_weight(2880, 2880), False)]
     for weight, gated in weights:
         rows, columns = weight.shape
@@ -121,7 +127,7 @@ def test_quantized_linear_compiles(capability: int, tmp_path: Path) -> None:
         signature |= {"out": "*bf16", "num_tokens": "i32"}
         flags = {"HAS_BIAS": not is_fp8, "GATED": gated}
         strides = {"X_STRIDE": columns, "OUT_STRIDE": rows // 2 if gated else rows}
-        for num_tokens in numbers if not gated else numbers[::3]:
+        for num_tokens in numbers:
             config = linear_config(num_tokens, weight, torch.bfloat16)
             compiled = compile_kernel(
                 module._linear,
@@ -141,7 +147,7 @@ def test_quantized_linear_compiles(capability: int, tmp_path: Path) -> None:
                 assert ("HGMMA" if config.rows >= 64 else "HMMA") in compiled.instructions
 
 
-@pytest.mark.parametrize("block_rows", [1, 64])
+@pytest.mark.parametrize("block_rows", [1, pytest.param(64, marks=pytest.mark.grid)])
 def test_quantized_linear_with_scales_of_fewer_rows_compiles(block_rows: int, tmp_path: Path) -> None:
     """Weights that were joined or cut within blocks have these."""
     rows = columns = 4096

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton_compile import CAPABILITIES, MAX_SHARED_BYTES, compile_kernel
+from triton_compile import HOPPER_FIRST, MAX_SHARED_BYTES, compile_kernel
 
 from eagleray.kernels.cuda.triton import logit_adjustments, sampling, sampling_records
 from eagleray.kernels.cuda.triton.sampling import SamplingTensors, SamplingWorkspace
@@ -68,11 +68,8 @@ def launch_all(rows: int = 4) -> None:
     sampling_records.collect_reported(memory, indices, indices, indices, out=tensor(rows, 3, dtype=torch.int64))
 
 
-# Kernels without products of matrices are compiled for the other GPUs by `test_triton_elementwise.py` and
-# `test_triton_routing.py`.
-@pytest.mark.parametrize(
-    "capability", [each if each == 90 else pytest.param(each, marks=pytest.mark.grid) for each in CAPABILITIES]
-)
+# `test_triton_routing.py` compiles kernels without products of matrices for the other GPUs.
+@pytest.mark.parametrize("capability", HOPPER_FIRST)
 def test_sampling_kernels_compile_without_spills(
     capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

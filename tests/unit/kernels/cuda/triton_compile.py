@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -27,6 +28,9 @@ from triton.runtime.jit import JITFunction
 
 CAPABILITIES = (80, 90, 100)
 """Ampere, Hopper, Blackwell."""
+
+HOPPER_FIRST = [pytest.param(each, marks=() if each == 90 else pytest.mark.grid) for each in CAPABILITIES]
+"""All of them, of which `make test` has Hopper: for kernels that differ from others in no feature of a GPU."""
 
 MAX_SHARED_BYTES = 227 * 1024
 """Shared memory that a block may have on Hopper."""
