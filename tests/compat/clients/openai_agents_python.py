@@ -30,57 +30,75 @@ class Report(BaseModel):
     degrees: int = Field(ge=-50, le=60)
 
 
-def models():
-    client = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", timeout=120, max_retries=0)
-    yield OpenAIChatCompletionsModel(MODEL, client)
-    yield OpenAIResponsesModel(MODEL, client)
+def chat_model():
+    return OpenAIChatCompletionsModel(MODEL, new_client())
+
+
+def responses_model():
+    return OpenAIResponsesModel(MODEL, new_client())
+
+
+def new_client() -> AsyncOpenAI:
+    """Return a client for one event loop: each run has its own."""
+    return AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", timeout=120, max_retries=0)
+
+
+MAKERS = (chat_model, responses_model)
 
 
 @check("text")
 def text():
-    for model in models():
-        agent = Agent("a", model=model, model_settings=ModelSettings(max_tokens=500, temperature=0))
+    for make in MAKERS:
+        agent = Agent("a", model=make(), model_settings=ModelSettings(max_tokens=500, temperature=0))
         expect(Runner.run_sync(agent, QUESTION).final_output, "no text")
 
 
 @check("typed output")
 def typed_output():
-    for model in models():
-        agent = Agent(
-            "a",
-            model=model,
-            output_type=AgentOutputSchema(Report),
-            model_settings=ModelSettings(max_tokens=200, temperature=0),
-        )
+    for make in MAKERS:
+        settings = ModelSettings(max_tokens=200, temperature=0)
+        agent = Agent("a", model=make(), output_type=AgentOutputSchema(Report), model_settings=settings)
         expect(isinstance(Runner.run_sync(agent, QUESTION).final_output, Report), "no report")
 
 
-@check("tool call, whole and streamed")
+seen: list[str] = []
+
+
+@function_tool
+def weather(city: Literal["Rome", "Oslo"]) -> str:
+    """Look up the weather."""
+    seen.append(city)
+    return "clear"
+
+
+def calling_agent(make) -> Agent:
+    return Agent(
+        "a",
+        model=make(),
+        tools=[weather],
+        tool_use_behavior="stop_on_first_tool",
+        model_settings=ModelSettings(max_tokens=200, temperature=0, tool_choice="required"),
+    )
+
+
+async def stream_events(agent: Agent) -> list[str]:
+    return [event.type async for event in Runner.run_streamed(agent, QUESTION).stream_events()]
+
+
+@check("tool call")
 def tool_call():
-    for model in models():
-        seen: list[str] = []
+    for make in MAKERS:
+        seen.clear()
+        expect(Runner.run_sync(calling_agent(make), QUESTION).final_output == "clear", "another result")
+        expect(seen and set(seen) <= {"Rome", "Oslo"}, "calls", seen)
 
-        @function_tool
-        def weather(city: Literal["Rome", "Oslo"]) -> str:
-            """Look up the weather."""
-            seen.append(city)  # noqa: B023  read before the next model
-            return "clear"
 
-        agent = Agent(
-            "a",
-            model=model,
-            tools=[weather],
-            tool_use_behavior="stop_on_first_tool",
-            model_settings=ModelSettings(max_tokens=200, temperature=0, tool_choice="required"),
-        )
-        expect(Runner.run_sync(agent, QUESTION).final_output == "clear", "another result")
-
-        async def stream(agent=agent) -> list[str]:
-            result = Runner.run_streamed(agent, QUESTION)
-            return [event.type async for event in result.stream_events()]
-
-        expect("run_item_stream_event" in asyncio.run(stream()), "no events")
-        expect(len(seen) == 2 and set(seen) <= {"Rome", "Oslo"}, "calls", seen)
+@check("tool call, streamed")
+def streamed_tool_call():
+    for make in MAKERS:
+        seen.clear()
+        expect("run_item_stream_event" in asyncio.run(stream_events(calling_agent(make))), "no events")
+        expect(seen and set(seen) <= {"Rome", "Oslo"}, "calls", seen)
 
 
 if __name__ == "__main__":
