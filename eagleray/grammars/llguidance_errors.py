@@ -39,11 +39,17 @@ SENTENCES = (
     ("Unsatisfiable schema: (?P<reason>.*)", "no value satisfies the JSON schema: {reason}"),
     (r"Invalid type: (?P<type>\S+)", "the JSON schema has the `type` {type}, which does not exist"),
     ("NoExtension", "the grammar matches no text that can be generated"),
-    ("schema too large", "the JSON schema is too large"),
 )
 """Expressions that are searched for in a message, and the sentence for the user. The first one is taken."""
 
+LIMITS = re.compile(r"too (large|many|big|complex|deeply)|fuel|exhausted|limit", re.IGNORECASE)
+"""Matches messages about a limit of the library."""
+
 MAX_MESSAGE = 300
+
+
+class GrammarTooLarge(InvalidRequest):
+    """A grammar is beyond a limit."""
 
 
 def refusal(message: str) -> InvalidRequest:
@@ -53,4 +59,6 @@ def refusal(message: str) -> InvalidRequest:
         if found := re.search(expression, whole):
             parts = {name: part.replace('"', "`") for name, part in found.groupdict().items()}
             return InvalidRequest(sentence.format(message=whole, **parts), param=PARAM)
-    return InvalidRequest(f"the grammar is wrong or too large: {whole}", param=PARAM)
+    if LIMITS.search(whole):
+        return GrammarTooLarge(f"the grammar is too large: {whole}", param=PARAM)
+    return InvalidRequest(f"the grammar is wrong: {whole}", param=PARAM)

@@ -7,7 +7,6 @@ from typing import Literal
 import msgspec
 
 GrammarKind = Literal["json_schema", "regex", "choice", "ebnf", "structural_tag"]
-GrammarBackend = Literal["llguidance", "xgrammar"]
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -17,7 +16,5 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     source: str
     """The schema as JSON, the regular expression, the list of choices as JSON, the rules of an EBNF grammar, or the
     structural tag as JSON."""
-    backend: GrammarBackend = "llguidance"
-    """Library that compiles it, chosen by the client."""
     whitespace: str = ""
     """Regular expression of the white space between elements of JSON; empty allows none."""

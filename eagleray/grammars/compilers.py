@@ -1,0 +1,72 @@
+"""The choice of the library that compiles grammars."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.grammars.llguidance_errors import GrammarTooLarge
+from eagleray.grammars.matcher import CompiledGrammar, GrammarCompiler
+from eagleray.messages.grammars import Grammar
+
+GrammarBackend = Literal["auto", "llguidance", "xgrammar"]
+"""Values of the option `structured_outputs_backend`."""
+
+
+def check_backend(backend: GrammarBackend) -> None:
+    """Raise `ConfigError` if the library is not installed."""
+    if backend == "xgrammar" and not _has_xgrammar():
+        raise ConfigError(
+            "`structured_outputs_backend` xgrammar needs the package xgrammar: install eagleray[xgrammar], or use "
+            "llguidance"
+        )
+
+
+def load_compiler(
+    backend: GrammarBackend, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]
+) -> GrammarCompiler:
+    """Return a compiler by this library; `auto`: by llguidance, and by xgrammar, if it is installed, where llguidance
+    refuses. Raises `CheckpointError` for a tokenizer that the library cannot use."""
+
+    def load_xgrammar() -> GrammarCompiler:
+        from eagleray.grammars.xgrammar_compiler import XGrammarCompiler
+
+        return XGrammarCompiler(tokenizer_json, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+
+    if backend == "xgrammar":
+        return load_xgrammar()
+    from eagleray.grammars.llguidance_compiler import LLGuidanceCompiler
+
+    first = LLGuidanceCompiler(tokenizer_json, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    return FallbackCompiler(first, load_xgrammar) if backend == "auto" and _has_xgrammar() else first
+
+
+class FallbackCompiler:
+    """Has a second compiler try what the first refuses. The second is loaded when it is first needed."""
+
+    def __init__(self, first: GrammarCompiler, load_second: Callable[[], GrammarCompiler]) -> None:
+        self._first = first
+        self._load_second = load_second
+        self._second: GrammarCompiler | None = None
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """See `GrammarCompiler.compile`. The error is the first compiler's."""
+        try:
+            return self._first.compile(grammar)
+        except GrammarTooLarge:
+            raise  # another library would only take longer to find out
+        except InvalidRequest as refusal:
+            with self._lock:
+                self._second = self._second or self._load_second()
+            try:
+                return self._second.compile(grammar)
+            except InvalidRequest:
+                raise refusal from None
+
+
+def _has_xgrammar() -> bool:
+    return importlib.util.find_spec("xgrammar") is not None

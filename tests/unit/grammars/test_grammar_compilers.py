@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+
+from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.grammars import compilers
+from eagleray.grammars.compilers import FallbackCompiler, check_backend
+from eagleray.grammars.llguidance_errors import GrammarTooLarge, refusal
+from eagleray.messages.grammars import Grammar
+
+GRAMMAR = Grammar(kind="regex", source="a")
+
+
+class FakeCompiler:
+    """Raises `error`, or returns itself in place of a compiled grammar."""
+
+    def __init__(self, error: InvalidRequest | None = None) -> None:
+        self.error = error
+        self.num_compiled = 0
+
+    def compile(self, grammar: Grammar) -> FakeCompiler:
+        self.num_compiled += 1
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+def test_fallback_compiler_asks_the_second_library_for_what_the_first_refuses():
+    second, loaded = FakeCompiler(), []
+    first = FakeCompiler(InvalidRequest("unsupported"))
+    compiler = FallbackCompiler(first, lambda: loaded.append(second) or second)
+    assert [compiler.compile(GRAMMAR), compiler.compile(GRAMMAR)] == [second, second]
+    assert loaded == [second]
+
+
+def test_fallback_compiler_loads_no_second_library_that_is_not_needed():
+    first = FakeCompiler()
+    assert FallbackCompiler(first, pytest.fail).compile(GRAMMAR) is first
+
+
+def test_fallback_compiler_that_both_refuse_gives_the_first_reason():
+    compiler = FallbackCompiler(FakeCompiler(InvalidRequest("first")), lambda: FakeCompiler(InvalidRequest("second")))
+    with pytest.raises(InvalidRequest, match="first"):
+        compiler.compile(GRAMMAR)
+
+
+@pytest.mark.parametrize("message", ["schema too large", "initial lexer configuration (grammar) too big", "fuel"])
+def test_fallback_compiler_grammar_beyond_a_limit_is_not_tried_again(message: str):
+    error = refusal(message)
+    assert isinstance(error, GrammarTooLarge)
+    with pytest.raises(GrammarTooLarge):
+        FallbackCompiler(FakeCompiler(error), pytest.fail).compile(GRAMMAR)
+
+
+def test_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch):
+    check_backend("xgrammar")
+    monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda _: None)
+    check_backend("auto")
+    with pytest.raises(ConfigError, match=r"install eagleray\[xgrammar\]"):
+        check_backend("xgrammar")
