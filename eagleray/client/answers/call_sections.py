@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import NamedTuple
 
-from eagleray.client.answers.call_splitter import CallSplitter
+from eagleray.client.answers.call_splitter import CALL_NAME, CallSplitter
 from eagleray.client.answers.constraints import calls_in_text, calls_only, constant, sequence, tag
 from eagleray.client.answers.formats import StructuralFormat
 from eagleray.client.answers.marker_search import MarkerSearch
@@ -48,8 +48,8 @@ class SectionSplitter(CallSplitter):
         self._json_ends = json_ends(markers.call_end, markers.section_end, *fences)
 
     @abstractmethod
-    def read_header(self, text: str) -> CallHeader | None:
-        """Return the name and id in the text of a header; None if it has no name."""
+    def read_header(self, text: str) -> CallHeader:
+        """Return the name and id in the text of a header. A name that cannot be one makes it no call."""
 
     def read(self) -> Reading[None]:
         while (begin := (yield from self.text.read_until(self._begins, self.parts.content))) is not None:
@@ -69,8 +69,8 @@ class SectionSplitter(CallSplitter):
         """Read the rest of a call. Returns whether it was one; if not, its text is in the record."""
         pieces: list[str] = []
         end = yield from self.text.read_until(self._header_ends, pieces.append)
-        header = self.read_header("".join(pieces)) if end == self._markers.header_end else None
-        if header is None:
+        header = self.read_header("".join(pieces))
+        if end != self._markers.header_end or not CALL_NAME.fullmatch(header.name):
             return False
         self.begin_call(header.name, header.id)
         yield from self.text.read_space()

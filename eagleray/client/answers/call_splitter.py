@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Container
 
@@ -11,6 +12,9 @@ from eagleray.client.answers.marker_search import MarkerSearch
 from eagleray.client.answers.part_writer import PartWriter
 from eagleray.client.answers.parts import AnswerPart
 from eagleray.client.answers.text_reader import JSON_ENDS, WHITE_SPACE, Emit, JsonEnds, Reading, TextReader, discard
+
+CALL_NAME = re.compile(r'[^\s"<>{}]+')
+"""Names of functions, as formats have them that write a name without quotes."""
 
 _KEYS_OF_ARGUMENTS = ("arguments", "parameters")
 _KEYS_OF_CALLS = ("name", "type", "id", *_KEYS_OF_ARGUMENTS)

@@ -40,9 +40,9 @@ class DeepSeekV3Format(ToolFormat):
 
 
 class _DeepSeekV3Splitter(SectionSplitter):
-    def read_header(self, text: str) -> CallHeader | None:
-        name = text.partition(SEPARATOR)[2].strip()  # before the separator stands the type, which is function
-        return CallHeader(name) if name else None
+    def read_header(self, text: str) -> CallHeader:
+        _, _, name = text.partition(SEPARATOR)  # before the separator stands the type, which is function
+        return CallHeader(name.strip())
 
 
 def _tag(tool: Tool) -> StructuralFormat:

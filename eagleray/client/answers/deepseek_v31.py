@@ -36,8 +36,8 @@ class DeepSeekV31Format(ToolFormat):
 
 
 class _DeepSeekV31Splitter(SectionSplitter):
-    def read_header(self, text: str) -> CallHeader | None:
-        return CallHeader(name) if (name := text.strip()) else None
+    def read_header(self, text: str) -> CallHeader:
+        return CallHeader(text.strip())
 
 
 def _tag(tool: Tool) -> StructuralFormat:

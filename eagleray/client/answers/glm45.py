@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from eagleray.client.answers.call_splitter import CallSplitter
+from eagleray.client.answers.call_splitter import CALL_NAME, CallSplitter
 from eagleray.client.answers.constraints import constrain_calls, json_value, tag
 from eagleray.client.answers.formats import StructuralFormat, ToolFormat
 from eagleray.client.answers.marker_search import MarkerSearch
@@ -17,8 +16,6 @@ from eagleray.client.answers.typed_arguments import TypedArguments
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
-
-_NAME = re.compile(r'[^\s"{}<>]+')
 
 
 class Glm45Format(ToolFormat):
@@ -41,7 +38,7 @@ class _Glm45Splitter(CallSplitter):
     _CALL = MarkerSearch(CALL)
     _NAME_ENDS = MarkerSearch("\n", KEY, CALL_END)
     _KEY_OR_END = MarkerSearch(KEY, CALL_END)
-    _KEY_END = MarkerSearch(KEY_END)
+    _KEY_END = MarkerSearch(KEY_END, KEY, CALL_END)
     _VALUE_END = MarkerSearch(VALUE_END)
 
     def __init__(self, tools: Sequence[Tool]) -> None:
@@ -55,21 +52,22 @@ class _Glm45Splitter(CallSplitter):
             pieces: list[str] = []
             end = yield from self.text.read_before(self._NAME_ENDS, pieces.append)
             name = "".join(pieces).strip()
-            if end is None or not _NAME.fullmatch(name):
+            if end is None or not CALL_NAME.fullmatch(name):
                 self.parts.content(self.text.stop_record())
                 continue
             self.begin_call(name)
             yield from self._read_parameters(TypedArguments(self.parts, self._tools.get(name)))
 
     def _read_parameters(self, arguments: TypedArguments) -> Reading[None]:
-        """Read keys and values up to the end of the call. Other text between them is left out."""
+        """Read keys and values up to the end of the call. A key without a value, and other text, is left out."""
         while (marker := (yield from self.text.read_until(self._KEY_OR_END, discard))) == KEY:
             key: list[str] = []
-            if (yield from self.text.read_until(self._KEY_END, key.append)) is None:
-                return
-            arguments.begin_parameter("".join(key).strip())
+            yield from self.text.read_before(self._KEY_END, key.append)
+            has_key = yield from self.text.take(KEY_END)
             yield from self.text.read_space()
-            yield from self.text.take(VALUE)
+            if not has_key or not (yield from self.text.take(VALUE)):
+                continue
+            arguments.begin_parameter("".join(key).strip())
             end = yield from self.text.read_until(self._VALUE_END, arguments.value)
             arguments.end_parameter(is_complete=end is not None)
         if marker == CALL_END:

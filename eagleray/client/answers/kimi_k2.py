@@ -18,7 +18,7 @@ MARKERS = SectionMarkers(
     header_end="<|tool_call_argument_begin|>",
     call_end="<|tool_call_end|>",
 )
-_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?P<number>:\d+)?", re.DOTALL)
+_ID = re.compile(r"(?:functions\.)?(?P<name>.*?)(?P<number>:\d+)?", re.DOTALL)
 
 
 class KimiK2Format(ToolFormat):
@@ -35,10 +35,11 @@ class KimiK2Format(ToolFormat):
 
 
 class _KimiK2Splitter(SectionSplitter):
-    def read_header(self, text: str) -> CallHeader | None:
+    def read_header(self, text: str) -> CallHeader:
         call_id = text.strip()
         found = _ID.fullmatch(call_id)
-        return CallHeader(found["name"], call_id if found["number"] else None) if found else None
+        assert found is not None  # any text matches
+        return CallHeader(found["name"], call_id if found["number"] else None)
 
 
 def _tag(tool: Tool) -> StructuralFormat:

@@ -62,6 +62,7 @@ def test_deepseek_v3_answer_at_any_cut_is_split(text: str, content: str, calls: 
         (f"{BEGIN}{v31('f', '')}{END}", "", [("f", "{}")]),
         (f"{BEGIN}{CALL}f{SEP}", "", [("f", "")]),
         (f"{BEGIN}{CALL}f", f"{BEGIN}{CALL}f", []),
+        (f"{BEGIN}{CALL}{v31('f', '{}')}{END}", f"{BEGIN}{CALL}{CALL}f{SEP}{{}}{CALL_END}{END}", []),
         (f"{BEGIN}{v31(' ', '{}')}{END}", f"{BEGIN}{v31(' ', '{}')}{END}", []),
     ],
 )

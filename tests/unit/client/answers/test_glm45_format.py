@@ -38,6 +38,8 @@ def argument(key: str, value: str, between: str = "\n") -> str:
         (f"<tool_call>f{argument('other', 'x')}</tool_call>", "", [("f", '{"other": "x"}')]),
         ("<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Par", "", [("f", '{"city": "Par')]),
         ("<tool_call>f\n<arg_key>ci", "", [("f", "")]),
+        (f"<tool_call>f\n<arg_key>a\n{argument('days', '1')}</tool_call>", "", [("f", '{"days": 1}')]),
+        ("<tool_call>f<arg_key>a</arg_key>b<arg_key>c</tool_call>", "", [("f", "{}")]),
         ("A <tool_call>f", "A <tool_call>f", []),
         ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
     ],

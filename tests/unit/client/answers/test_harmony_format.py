@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from random import Random
 
 import pytest
-from answer_checks import split
+from answer_checks import pieces_of, random_object, random_text, split
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eagleray.client.answers.harmony import HarmonyFormat, HarmonyReasoning
 from eagleray.client.answers.parts import AnswerPart, CallArguments, CallBegin, Content, Reasoning, Splitter
+from eagleray.client.answers.text_reader import WHITE_SPACE
 from eagleray.client.answers.tool_formats import get_tool_format
 from eagleray.client.answers.tools import Tool
 
@@ -114,6 +119,28 @@ def test_harmony_answer_goes_on_with_the_message_of_its_prompt(
     expected = [Reasoning("Hm."), *CALL] if parts is None else parts
     assert split_at_every_place(lambda: with_reasoning(prompt), text) == expected
     assert HarmonyReasoning().begins_reasoning(prompt) == (parts is None)
+
+
+@settings(max_examples=40)
+@given(st.integers(0))
+def test_harmony_messages_in_pieces_are_found(seed: int) -> None:
+    random = Random(seed)
+    markers = ("to=", "<|", "<|ret", "{", "<|channel|>")
+    reasoning, preambles = ([f"x{random_text(random, markers)}" for _ in range(random.randrange(3))] for _ in range(2))
+    arguments = json.dumps(random_object(random, markers), ensure_ascii=random.choice([True, False]))
+    messages = [f"<|channel|>analysis<|message|>{text}<|end|>" for text in reasoning]
+    messages += [f"<|channel|>commentary<|message|>{text}<|end|>" for text in preambles]
+    header = random.choice([" to=functions.{}<|channel|>commentary", "<|channel|>commentary to=functions.{}"])
+    constrain = random.choice([" json", " <|constrain|>json", "<|constrain|>json"])
+    messages.append(f"{header.format('f_1')}{constrain}<|message|>{arguments}{random.choice(['', '<|call|>'])}")
+    text = NEXT.join(messages)
+    whole = split(with_reasoning(), [text])
+    assert "".join(part.text for part in whole if isinstance(part, Reasoning)) == "\n".join(reasoning)
+    assert "".join(part.text for part in whole if isinstance(part, Content)) == "\n".join(preambles).rstrip(WHITE_SPACE)
+    assert whole[-2:] == [CallBegin(0, "f_1"), CallArguments(0, arguments)]
+    assert split(with_reasoning(), text) == whole
+    for num_cuts in (1, 2, 8):
+        assert split(with_reasoning(), pieces_of(text, random.choices(range(len(text)), k=num_cuts))) == whole
 
 
 def test_harmony_tools_without_reasoning_find_the_same_parts() -> None:
