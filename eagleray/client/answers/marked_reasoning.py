@@ -9,6 +9,7 @@ import re
 
 import msgspec
 
+from eagleray.client.answers.marker_search import MarkerSearch
 from eagleray.client.answers.parts import AnswerPart, Reasoning, Splitter
 
 TURN_MARKER = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|\[/?INST\]|<(?:start|end)_of_turn>|<seed:[be]os>|</?s>")
@@ -53,6 +54,7 @@ class _MarkedSplitter(Splitter):
 
     def __init__(self, format: MarkedReasoning, rest: Splitter, *, is_open: bool) -> None:
         self._format = format
+        self._ends = MarkerSearch(format.end, *format.interrupts)
         self._rest = rest
         self._is_open = is_open
         self._has_begun = False
@@ -83,18 +85,14 @@ class _MarkedSplitter(Splitter):
 
     def _split(self) -> list[AnswerPart]:
         """Return the reasoning up to its end, or as far as it is certain."""
-        format = self._format
-        ends = [(at, marker) for marker in (format.end, *format.interrupts) if (at := self._pending.find(marker)) >= 0]
-        if not ends:
-            certain = len(self._pending) - _held_back(self._pending, (format.end, *format.interrupts))
-            if format.strips_end:
-                certain = len(self._pending[:certain].rstrip())
-            return _parts(self._take(certain))
-        at, marker = min(ends)
+        found = self._ends.find(self._pending)
+        if found.marker is None:
+            certain = self._pending[: found.end]
+            return _parts(self._take(len(certain.rstrip() if self._format.strips_end else certain)))
         self._is_open = False
-        parts = self._reasoning(self._take(at))
-        if marker == format.end:
-            self._take(len(marker))
+        parts = self._reasoning(self._take(found.end))
+        if found.marker == self._format.end:
+            self._take(len(found.marker))
         return parts
 
     def _pass_on(self) -> list[AnswerPart]:
@@ -113,11 +111,3 @@ class _MarkedSplitter(Splitter):
 
 def _parts(text: str) -> list[AnswerPart]:
     return [Reasoning(text)] if text else []
-
-
-def _held_back(text: str, markers: tuple[str, ...]) -> int:
-    """Return the length of the longest end of `text` that may become one of the markers."""
-    longest = min(len(text), max(map(len, markers)) - 1)
-    return next(
-        (size for size in range(longest, 0, -1) if any(marker.startswith(text[-size:]) for marker in markers)), 0
-    )

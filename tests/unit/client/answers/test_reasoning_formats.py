@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 import pytest
+from answer_checks import pieces_of, split
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,20 +30,18 @@ class ContentOnly(Splitter):
         return []
 
 
-def split(name: str, prompt: str, pieces: Iterable[str]) -> list[AnswerPart]:
-    """Return the parts of an answer, with those of the same kind joined."""
-    splitter = reasoning_format(name).splitter(prompt, ContentOnly())
-    parts = [*itertools.chain.from_iterable(map(splitter.push, pieces)), *splitter.finish()]
+def parts_of(name: str, prompt: str, pieces: Iterable[str]) -> list[AnswerPart]:
+    parts = split(reasoning_format(name).splitter(prompt, ContentOnly()), pieces)
     assert all(part.text for part in parts)
-    return [kind("".join(part.text for part in group)) for kind, group in itertools.groupby(parts, type)]
+    return parts
 
 
 def both(name: str, prompt: str, answer: str) -> tuple[str | None, str | None]:
-    """Return the reasoning and the content of an answer, which are the same however it is cut into two."""
-    whole = split(name, prompt, [answer])
+    """Return the reasoning and the content of an answer, which are the same however it is cut in two."""
+    whole = parts_of(name, prompt, [answer])
     for cut in range(1, len(answer)):
-        assert split(name, prompt, [answer[:cut], answer[cut:]]) == whole, answer[:cut]
-    assert split(name, prompt, answer) == whole
+        assert parts_of(name, prompt, [answer[:cut], answer[cut:]]) == whole, answer[:cut]
+    assert parts_of(name, prompt, answer) == whole
     texts = {type(part): part.text for part in whole}
     assert len(texts) == len(whole)
     return texts.get(Reasoning), texts.get(Content)
@@ -103,10 +101,9 @@ def test_marker_in_an_earlier_turn_begins_no_reasoning(end):
 def test_parts_do_not_depend_on_the_pieces(format, reasoning, content, is_open, data):
     prompt = CHATML + (format.start if is_open else "")
     answer = ("" if is_open else format.start) + reasoning + format.end + content
-    whole = split(format.name, prompt, [answer])
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)))))
-    pieces = [answer[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(answer)])]
-    assert split(format.name, prompt, pieces) == whole
+    whole = parts_of(format.name, prompt, [answer])
+    cuts = data.draw(st.sets(st.integers(0, len(answer))))
+    assert parts_of(format.name, prompt, pieces_of(answer, cuts)) == whole
     texts = {type(part): part.text for part in whole}
     if format.end not in reasoning + format.end[:-1]:
         assert texts.get(Reasoning, "") == (reasoning.rstrip() if format.strips_end else reasoning)
