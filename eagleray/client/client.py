@@ -19,6 +19,7 @@ import msgspec
 
 from eagleray.client.answers.choose import choose_formats
 from eagleray.client.answers.plan import AnswerFormats
+from eagleray.client.answers.reasoning_formats import reasoning_config
 from eagleray.client.collective_rpc import RpcCalls
 from eagleray.client.control import ControlCalls, execute
 from eagleray.client.in_flight import InFlightRequests, RecoveryObserver
@@ -28,6 +29,7 @@ from eagleray.client.request_log import RequestLog
 from eagleray.client.routing.router import Router
 from eagleray.client.text.generation_config import model_eos_token_ids
 from eagleray.client.text.tokenizer import Tokenizer
+from eagleray.client.thinking import ThinkingBuilder
 from eagleray.client.tracing import open_tracer
 from eagleray.config.resolve import local_ranks
 from eagleray.config.sections import Config
@@ -144,11 +146,15 @@ class Client:
                 tokenizer_dir(model), chat_template=template, content_format=model.chat_template_content_format
             )
         formats = choose_formats(model, "" if tokenizer is None else tokenizer.chat_template)
+        eos = model_eos_token_ids(model) or (tokenizer.eos_token_ids if tokenizer else ())
         builder = RequestBuilder(
             client_id,
             tokenizer=tokenizer,
-            eos_token_ids=model_eos_token_ids(model) or (tokenizer.eos_token_ids if tokenizer else ()),
+            eos_token_ids=eos,
             max_logprobs=model.max_logprobs,
+            thinking=None
+            if tokenizer is None or formats.reasoning is None
+            else ThinkingBuilder(formats.reasoning, tokenizer, eos, reasoning_config(model)),
             seed=model.seed,
             max_request_restarts=config.recovery.max_request_restarts,
             request_timeout=config.serving.request_timeout,

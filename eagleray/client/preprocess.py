@@ -29,13 +29,16 @@ from eagleray.client.field_checks import (
 from eagleray.client.prompt_scores import PromptScores
 from eagleray.client.request import ClientRequest
 from eagleray.client.text.tokenizer import Tokenizer
+from eagleray.client.thinking import ThinkingBuilder
 from eagleray.client.tracing import RequestOrigin, make_origin
 from eagleray.errors import InvalidRequest
 from eagleray.identity import ClientId
 from eagleray.messages.adapters import Adapter
+from eagleray.messages.grammars import Grammar
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import MAX_SEED, Sampling, SamplingParams, Stopping, resolve_all_logprobs
+from eagleray.messages.thinking import Thinking
 
 if TYPE_CHECKING:
     from eagleray.client.otel import RequestTracer
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
 MAX_COMPLETIONS = 1024
 """Largest `n`: each completion is a request of its own, with a copy of the prompt."""
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_PROMPT_END_TOKENS = 16_384
+"""Number of tokens at the end of a prompt without a text that are decoded to find out whether the model thinks."""
 SEED_BITS = 63
 TRACE = "trace_decode_token_ids"
 
@@ -89,7 +94,8 @@ POOLED = SamplingParams(max_tokens=1, detokenize=False)
 
 
 class RequestBuilder:
-    """Builds the requests of one client. Without a `tokenizer`, requests have token ids only.
+    """Builds the requests of one client. Without a `tokenizer`, requests have token ids only; without `thinking`, all
+    that the model writes is the answer.
 
     `seed` determines the seeds of requests that have none; None makes them random. `request_timeout` is the time limit,
     in seconds, of requests that set none; None means no limit. `stream_interval` is the least number of tokens of a
@@ -103,6 +109,7 @@ class RequestBuilder:
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
         max_logprobs: int,
+        thinking: ThinkingBuilder | None = None,
         seed: int | None = None,
         max_request_restarts: int = 0,
         request_timeout: float | None = None,
@@ -114,6 +121,7 @@ class RequestBuilder:
         self._client = client
         self._eos_token_ids = eos_token_ids
         self._max_logprobs = max_logprobs
+        self._thinking = thinking
         self._draw_seed: Callable[[], int] = partial(
             secrets.randbits if seed is None else random.Random(seed).getrandbits, SEED_BITS
         )
@@ -170,7 +178,9 @@ class RequestBuilder:
                 params = _forced(params, engine, room=engine.max_model_len - len(token_ids))
             seed = self._draw_seed() if params.seed is None else params.seed
             scores = self._scores(params, engine, len(token_ids))
-            messages = self.make_messages(token_ids, params, engine, seed=seed, scores=scores, **common._asdict())
+            messages = self.make_messages(
+                token_ids, params, engine, seed=seed, scores=scores, text=prompt.text, **common._asdict()
+            )
         return ClientRequest(
             name,
             messages,
@@ -217,8 +227,10 @@ class RequestBuilder:
         cache_salt: str = "",
         adapter: Adapter | None = None,
         scores: PromptScores | None = None,
+        text: str | None = None,
     ) -> list[Generate]:
-        """Return one message for each of the `n` completions. `seed`: the request's own, or one drawn for it.
+        """Return one message for each of the `n` completions. `seed`: the request's own, or one drawn for it. `text`:
+        that of the prompt, if it is known.
 
         Raises `InvalidRequest` for parameters that this model or this server cannot follow.
         """
@@ -226,6 +238,10 @@ class RequestBuilder:
         first_routed = routed_experts_from(params, engine, len(token_ids))
         check_common(priority, cache_salt)
         sampling = self._sampling(params, engine, seed)
+        if params.thinking_limit is not None or sampling.grammar is not None:
+            sampling = msgspec.structs.replace(
+                sampling, thinking=self._make_thinking(text, token_ids, params, engine, sampling.grammar)
+            )
         if scores is not None:
             sampling = msgspec.structs.replace(
                 sampling,
@@ -335,6 +351,27 @@ class RequestBuilder:
             forced_token_ids=tuple(params.trace_decode_token_ids or ()),
             grammar=None if params.structured_outputs is None else params.structured_outputs.to_grammar(),
         )
+
+    def _make_thinking(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        engine: EngineInfo,
+        grammar: Grammar | None,
+    ) -> Thinking | None:
+        if self._thinking is None:
+            if params.thinking_limit is None:
+                return None
+            raise InvalidRequest(
+                "`thinking_token_budget` is not supported for this model, because its chat template shows no reasoning "
+                "of a known format: leave it out, or start with the option `reasoning_parser`",
+                param="thinking_token_budget",
+            )
+        if text is None:
+            last = token_ids[-MAX_PROMPT_END_TOKENS:]
+            text = self._need_tokenizer("thinking", "prompt").decode(last, skip_special_tokens=False)
+        return self._thinking.build(text, budget=params.thinking_limit, grammar=grammar, vocab_size=engine.vocab_size)
 
     def _stopping(self, params: SamplingParams, engine: EngineInfo, *, room: int) -> Stopping:
         return Stopping(

@@ -31,6 +31,8 @@ class EngineKeywords(TypedDict, total=False):
     chat_template_content_format: Literal["auto", "string", "openai"] | str | None
     tool_call_parser: str | None
     tool_strict_level: Literal["auto", "function", "parameter"] | str | None
+    reasoning_parser: str | None
+    reasoning_config: dict[str, Any] | str | None
     deterministic: bool | None
     enable_return_routed_experts: bool | None
     max_logprobs: int | str | None
@@ -306,8 +308,6 @@ class LLMKeywords(EngineKeywords, total=False):
     pt_load_map_location: Any
     quantization_config: Any
     ray_workers_use_nsight: bool | None
-    reasoning_config: Any
-    reasoning_parser: Any
     reasoning_parser_plugin: Any
     renderer_num_workers: Any
     replayssm_buffer_len: Any

@@ -147,6 +147,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "all arguments follow their schemas."
         ),
     ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Meta(
+            description="Format in which the model writes its reasoning, by the name of its parser in vLLM, such as "
+            "qwen3; auto: the format that the chat template shows; none: reasoning is a part of the answer."
+        ),
+    ] = "auto"
+    reasoning_config: Annotated[
+        dict[str, Any],
+        Meta(
+            description="End of reasoning whose `thinking_token_budget` is used, as JSON: `reasoning_end_str`, a text "
+            "that ends with the end marker of the format. Default: the end marker."
+        ),
+    ] = {}
     deterministic: Annotated[
         bool,
         Meta(

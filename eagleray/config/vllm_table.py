@@ -104,6 +104,7 @@ NO_EFFECT = {
     "all processes log to standard error": "aggregate_engine_logging",
     "there are no pages with documentation": "disable_fastapi_docs enable_offline_docs",
     "no code of checkpoints is ever run": "trust_remote_code code_revision",
+    "`reasoning_parser` decides whether reasoning is split off": "enable_reasoning",
     "the device and the model decide which kernels run": (
         "enforce_eager compilation_config optimization_level performance_mode cudagraph_capture_sizes"
         " max_cudagraph_capture_size cuda_graph_sizes max_seq_len_to_capture attention_config moe_backend"
@@ -237,9 +238,7 @@ REFUSED = {
         "speculative_config spec_method spec_model spec_tokens"
     ),
     "not supported yet: formats of tool calls have names (`tool_call_parser`)": "tool_parser_plugin",
-    "not supported yet: reasoning is a part of the answer's text": (
-        "reasoning_parser reasoning_parser_plugin reasoning_config enable_reasoning"
-    ),
+    "not supported yet: formats of reasoning have names (`reasoning_parser`)": "reasoning_parser_plugin",
     "not supported: /metrics lists the metrics that there are": (
         "kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details"
         " enable_layerwise_nvtx_tracing enable_per_request_metrics"

@@ -170,8 +170,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: StructuredOutputsParams | None = None
     """Constraint that the text of the completion follows."""
 
-    # Of the following fields only the values that change nothing are accepted.
     thinking_token_budget: int | None = None
+    """Number of tokens after which the model's thinking is ended, and its answer begins; None and -1: no limit."""
+
+    # Of the following fields only the values that change nothing are accepted.
     extra_args: dict[str, Any] | None = None
     watermarking: bool | None = None
 
@@ -213,6 +215,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return copy.deepcopy(self)
 
     @property
+    def thinking_limit(self) -> int | None:
+        """Limit of the tokens of thinking; None: no limit."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+    @property
     def stop_strings(self) -> list[str]:
         if self.stop is None:
             return []
@@ -222,6 +229,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def _check(params: SamplingParams) -> None:
     at_least = {"n": 1, "top_k": -1, "min_tokens": 0, "max_tokens": 1, "logprobs": -1, "prompt_logprobs": -1}
     at_least |= {"stream_interval": 1, "prompt_logprob_start": 0, "routed_experts_prompt_start": 0}
+    at_least |= {"thinking_token_budget": -1}
     for name, least in at_least.items():
         value = getattr(params, name)
         if value is not None:
@@ -270,12 +278,16 @@ def _check(params: SamplingParams) -> None:
         raise InvalidRequest("stop strings need the text: leave `detokenize` on, or use `stop_token_ids`", param="stop")
     if params.n > 1 and params.trace_decode_token_ids:
         raise InvalidRequest("`trace_decode_token_ids` gives one completion: leave `n` at 1", param="n")
+    if params.thinking_limit is not None and params.trace_decode_token_ids:
+        raise InvalidRequest(
+            "`trace_decode_token_ids` determines all tokens: leave `thinking_token_budget` out",
+            param="thinking_token_budget",
+        )
     if params.n > 1 and params.temperature == 0:
         raise InvalidRequest("n > 1 with temperature 0 would give n equal completions; set a temperature", param="n")
 
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "thinking_token_budget": ((None, -1), "`max_tokens` limits thinking and answer together"),
     "extra_args": ((None, {}), "there are no plug-ins that would read them"),
     "watermarking": ((None, False), "no marks are put into texts"),
 }

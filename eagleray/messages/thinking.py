@@ -21,7 +21,7 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     forced_end: tuple[int, ...] = ()
     """Tokens that are generated when the budget is used. They end with `end`."""
     interrupts: tuple[int, ...] = ()
-    """Tokens that begin a tool call, and so end thinking that has no end marker."""
+    """Tokens that end the thinking without an end marker, and belong to the answer."""
     forbidden: tuple[int, ...] = ()
     """Tokens that are not generated during the thinking."""
     answer_header: tuple[int, ...] = ()

@@ -62,7 +62,6 @@ REASONING = Feature("separate reasoning", "leave it out; the answer's text has t
 JOINED_REASONING = Feature(
     "reasoning as a part of the text", "leave it out, or start the server with `--reasoning-parser none`"
 )
-THINKING_BUDGET = Feature("a budget of thinking tokens", "leave it out; `max_tokens` limits the whole answer")
 EMBEDS = Feature("prompts of embeddings", "leave it out and send a text or token ids")
 TRANSFER = Feature("transfer of the cache between servers", "leave it out")
 PLUGINS = Feature("arguments of plug-ins", "leave it out")
@@ -128,7 +127,6 @@ COMMON: Mapping[str, Fate] = {
     "early_stopping": refused(BEAM_SEARCH, False),
     "spaces_between_special_tokens": ACCEPTED,
     "trace_decode_token_ids": refused(GIVEN_TOKENS, []),
-    "thinking_token_budget": refused(THINKING_BUDGET, -1),
     "watermarking": refused(WATERMARK, False),
     "vllm_xargs": refused(PLUGINS, {}),
     "kv_transfer_params": refused(TRANSFER, {}),
@@ -210,7 +208,6 @@ GENERATE_FATES: Mapping[str, Fate] = {
     **dict.fromkeys(
         (f"sampling_params.structured_outputs.{name}" for name in ("_backend", "_backend_was_auto")), ACCEPTED
     ),
-    "sampling_params.thinking_token_budget": refused(THINKING_BUDGET, -1),
     "sampling_params.extra_args": refused(PLUGINS, {}),
     "sampling_params.watermarking": refused(WATERMARK, False),
 }

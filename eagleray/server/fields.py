@@ -227,6 +227,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         RepetitionDetectionParams | None,
         Meta(description="End a completion that repeats itself, with `finish_reason` repetition."),
     ] = None
+    thinking_token_budget: Annotated[
+        int | None, Meta(description="Tokens after which the model's thinking is ended; -1: no limit.")
+    ] = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from eagleray.client.answers.formats import ToolFormat
 from eagleray.client.answers.plan import AnswerFormats
+from eagleray.client.answers.reasoning_formats import choose_reasoning_format
 from eagleray.client.answers.tool_formats import find_tool_format, get_tool_format
 from eagleray.config.sections import ModelConfig
 
 
 def choose_formats(model: ModelConfig, chat_template: str) -> AnswerFormats:
     """Return the formats for a model with this chat template. Raises `ConfigError` for an unknown name."""
-    return AnswerFormats(_tool_format(model.tool_call_parser, chat_template), None, model.tool_strict_level)
+    tools = _tool_format(model.tool_call_parser, chat_template)
+    return AnswerFormats(tools, choose_reasoning_format(model, chat_template), model.tool_strict_level)
 
 
 def _tool_format(name: str, chat_template: str) -> ToolFormat | None:

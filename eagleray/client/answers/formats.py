@@ -56,8 +56,29 @@ class ReasoningFormat(Protocol):
 
     @property
     def end(self) -> str:
-        """Marker after the reasoning. If it is a special token of a tokenizer, it is decoded, as the start marker
-        is."""
+        """Marker after the reasoning, which belongs to no part."""
+        ...
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that delimit reasoning. Those that are special tokens of a tokenizer are decoded, although others are
+        not."""
+        ...
+
+    @property
+    def end_prefix(self) -> str:
+        """White space that the models write before the end marker."""
+        ...
+
+    @property
+    def interrupts(self) -> tuple[str, ...]:
+        """Texts that end reasoning without an end marker, such as the beginning of a tool call, and belong to the
+        answer."""
+        ...
+
+    @property
+    def answer_header(self) -> str:
+        """Text between the reasoning and the content of an answer; if not empty, answers begin with reasoning."""
         ...
 
     def fits_template(self, template: str) -> bool:
@@ -66,6 +87,11 @@ class ReasoningFormat(Protocol):
 
     def begins_reasoning(self, prompt: str) -> bool:
         """Whether the answer to this prompt begins with reasoning, without a start marker of its own."""
+        ...
+
+    def may_begin_reasoning(self, prompt: str) -> bool:
+        """Whether the answer to this prompt may begin with a start marker: not if the prompt has closed the
+        reasoning."""
         ...
 
     def splitter(self, prompt: str, rest: Splitter) -> Splitter:

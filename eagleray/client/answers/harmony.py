@@ -76,6 +76,10 @@ class HarmonyReasoning:
     name = "openai_gptoss"
     start = f"{CHANNEL}analysis{MESSAGE}"
     end = END
+    end_prefix = ""
+    interrupts = (START,)
+    answer_header = f"{ASSISTANT}{CHANNEL}final{MESSAGE}"
+    markers = HarmonyFormat.markers
 
     def fits_template(self, template: str) -> bool:
         """See `ReasoningFormat.fits_template`."""
@@ -84,6 +88,10 @@ class HarmonyReasoning:
     def begins_reasoning(self, prompt: str) -> bool:
         """See `ReasoningFormat.begins_reasoning`."""
         return _open_header(prompt).endswith(self.start)
+
+    def may_begin_reasoning(self, prompt: str) -> bool:
+        """See `ReasoningFormat.may_begin_reasoning`."""
+        return not _open_header(prompt)
 
     def splitter(self, prompt: str, rest: Splitter) -> Splitter:
         """Return the splitter of the whole answer. It finds calls if `rest` is one of this format, which it replaces;

@@ -25,28 +25,51 @@ class MarkedReasoning(msgspec.Struct, frozen=True, kw_only=True):
     template_markers: tuple[str, ...]
     """Texts that are all in a chat template whose model reasons in this format."""
     is_implied: bool = False
-    """Whether an answer begins with reasoning unless the prompt has closed it, although no marker starts it."""
+    """Whether an answer in a conversation begins with reasoning, even without a marker, unless the prompt has closed
+    it."""
     strips_end: bool = False
     """Whether white space at the end of the reasoning belongs to the format."""
+    end_prefix: str = ""
     interrupts: tuple[str, ...] = ()
-    """Texts that begin a tool call, and so end reasoning that has no end marker."""
+    answer_header: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """See `ReasoningFormat.markers`."""
+        return (self.start, self.end)
 
     def fits_template(self, template: str) -> bool:
         """See `ReasoningFormat.fits_template`."""
         return all(marker in template for marker in self.template_markers)
 
     def begins_reasoning(self, prompt: str) -> bool:
-        """Whether the last marker of the prompt is a start marker in the turn that the answer continues. Without a
-        marker in that turn, the format decides."""
-        started, ended = prompt.rfind(self.start), prompt.rfind(self.end)
-        last = max(started, ended)
-        if last == -1 or TURN_MARKER.search(prompt, last):
-            return self.is_implied
-        return started > ended
+        """See `ReasoningFormat.begins_reasoning`. Without a marker in the turn that the answer continues, the format
+        decides."""
+        marker = self._last_marker(prompt)
+        return self.is_implied and is_conversation(prompt) if marker is None else marker == self.start
+
+    def may_begin_reasoning(self, prompt: str) -> bool:
+        """See `ReasoningFormat.may_begin_reasoning`."""
+        return self._last_marker(prompt) != self.end
 
     def splitter(self, prompt: str, rest: Splitter) -> Splitter:
         """See `ReasoningFormat.splitter`."""
+        if not self.may_begin_reasoning(prompt):
+            return rest
         return _MarkedSplitter(self, rest, is_open=self.begins_reasoning(prompt))
+
+    def _last_marker(self, prompt: str) -> str | None:
+        """Return the last marker in the turn that the answer continues."""
+        started, ended = prompt.rfind(self.start), prompt.rfind(self.end)
+        last = max(started, ended)
+        if last == -1 or TURN_MARKER.search(prompt, last):
+            return None
+        return self.start if started > ended else self.end
+
+
+def is_conversation(prompt: str) -> bool:
+    """Whether a chat template has made the prompt, as far as markers of turns show."""
+    return TURN_MARKER.search(prompt) is not None
 
 
 class _MarkedSplitter(Splitter):

@@ -66,7 +66,7 @@ class AnswerPlan(NamedTuple):
     def markers(self) -> list[str]:
         """Texts that divide answers."""
         markers = [] if self.tools is None else [*self.tools.markers]
-        return markers if self.reasoning is None else [*markers, self.reasoning.start, self.reasoning.end]
+        return markers if self.reasoning is None else [*markers, *self.reasoning.markers]
 
     def make_call_id(self) -> str:
         """Return an id for a call that the model gave none."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from eagleray.client.answers.formats import ReasoningFormat
 from eagleray.client.answers.harmony import HarmonyReasoning
 from eagleray.client.answers.marked_reasoning import MarkedReasoning
+from eagleray.config.sections import ModelConfig
 from eagleray.errors import ConfigError
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     format.name: format
     for format in (
+        HarmonyReasoning(),
         HarmonyReasoning(),
         MarkedReasoning(
             name="mistral", start="[THINK]", end="[/THINK]", template_markers=("[THINK]",), strips_end=True
@@ -34,10 +38,13 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
             interrupts=("<tool_call>",),
         ),
         MarkedReasoning(name="deepseek_v3", template_markers=("<｜Assistant｜>", "</think>", "thinking")),
-        MarkedReasoning(name="deepseek_r1", template_markers=("<｜Assistant｜>", "</think>"), is_implied=True),
+        MarkedReasoning(
+            name="deepseek_r1", template_markers=("<｜Assistant｜>", "</think>"), is_implied=True, end_prefix="\n"
+        ),
         MarkedReasoning(
             name="qwen3",
             template_markers=("<|im_start|>", "</think>"),
+            end_prefix="\n",
             interrupts=("<tool_call>",),
         ),
         MarkedReasoning(name="think", template_markers=("</think>",)),
@@ -45,6 +52,18 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 }
 """Formats by the names of their parsers in vLLM, in the order in which they are tried for a template; `think` is for
 further models that write <think>."""
+
+
+class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """The option `reasoning_config`, whose keys are those of vLLM."""
+
+    reasoning_parser: str = ""
+    """Value of the option `reasoning_parser`, if that is auto."""
+    reasoning_start_str: str = ""
+    """The start marker of the format, if given."""
+    reasoning_end_str: str = ""
+    """Text with which reasoning ends when its budget is used."""
+
 
 SAME_FORMATS = {"glm47": "glm45", "holo2": "deepseek_v3", "step3": "deepseek_r1"}
 """Further names of formats."""
@@ -55,8 +74,30 @@ def reasoning_format(name: str) -> ReasoningFormat:
     found = REASONING_FORMATS.get(SAME_FORMATS.get(name, name))
     if found is None:
         known = ", ".join(sorted([*REASONING_FORMATS, *SAME_FORMATS]))
-        raise ConfigError(f"reasoning_parser: there is no format {name!r}; use auto, none or one of {known}")
+        raise ConfigError(f"option `reasoning_parser`: there is no format {name!r}; use auto, none or one of {known}")
     return found
+
+
+def reasoning_config(model: ModelConfig) -> ReasoningConfig:
+    """Return the option `reasoning_config`. Raises `ConfigError` for keys and values that it cannot have."""
+    try:
+        return msgspec.convert(model.reasoning_config, ReasoningConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"option `reasoning_config`: {error}; it may have {', '.join(ReasoningConfig.__struct_fields__)}"
+        ) from None
+
+
+def choose_reasoning_format(model: ModelConfig, template: str) -> ReasoningFormat | None:
+    """Return the format that the options name, or else that of the chat template. Raises `ConfigError`."""
+    config = reasoning_config(model)
+    match config.reasoning_parser or "auto" if model.reasoning_parser == "auto" else model.reasoning_parser:
+        case "auto":
+            return find_reasoning_format(template)
+        case "none" | "":
+            return None
+        case name:
+            return reasoning_format(name)
 
 
 def find_reasoning_format(template: str) -> ReasoningFormat | None:

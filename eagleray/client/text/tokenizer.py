@@ -192,6 +192,11 @@ class Tokenizer:
         ids = map(self._backend.token_to_id, texts)
         return [token_id for token_id in ids if token_id in self.special_ids]
 
+    def token_id(self, name: str) -> int | None:
+        """Return the id of the token that the vocabulary spells like this; None if there is no such token."""
+        token_id: int | None = self._backend.token_to_id(name)
+        return token_id
+
     def is_token(self, token_id: int) -> bool:
         """Whether the id is a token: the model's vocabulary may be larger than the tokenizer's."""
         return self._backend.id_to_token(token_id) is not None
