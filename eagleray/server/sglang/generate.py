@@ -24,6 +24,7 @@ from eagleray.errors import InvalidRequest
 from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.structured_outputs import StructuredOutputsParams
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import routing_headers
 from eagleray.server.generation import Generation, GenerationGroup, GenerationTask
@@ -33,7 +34,7 @@ from eagleray.server.logprobs import slices
 from eagleray.server.service import Service
 from eagleray.server.sglang.completions import MetaInfo, SGLangCompletion, finish_reason
 from eagleray.server.sglang.logprobs import EntryFormat, GrowingList, SGLangLogprobs
-from eagleray.server.sglang.requests import SGLangGenerateRequest, SGLangPrompt, split_batch
+from eagleray.server.sglang.requests import SGLangGenerateRequest, SGLangPrompt, SGLangSampling, split_batch
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -65,12 +66,16 @@ OUR_NAMES = {
 }
 """Field of SGLang's sampling parameters → field of `SamplingParams`."""
 
+CONSTRAINTS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+"""Field of SGLang's sampling parameters → field of `StructuredOutputsParams`."""
+
 FIELD_NAMES = {ours: f"sampling_params.{name}" for name, ours in OUR_NAMES.items()} | {
     "prompt": "input_ids",
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "logprob_start_len",
     "logprob_token_ids": "token_ids_logprob",
     "routed_experts_prompt_start": "routed_experts_start_len",
+    **{name: f"sampling_params.{name}" for name in CONSTRAINTS},
 }
 
 
@@ -104,6 +109,15 @@ class SGLangGenerateRoute:
             return EventStream(lambda emit: _stream_all(parsed, emit, is_list=is_list), request_id)
         completions = await unless_disconnected(request.receive, _respond_all(parsed))
         return json_response(completions if is_list else completions[0])
+
+
+def _constraint(fields: SGLangSampling) -> StructuredOutputsParams | None:
+    """Return the constraint of the text. Raises `InvalidRequest` if there are several."""
+    given = {name: text for name in CONSTRAINTS if (text := getattr(fields, name)) is not None}
+    if len(given) > 1:
+        names = " and ".join(f"`sampling_params.{name}`" for name in given)
+        raise InvalidRequest(f"{names} both constrain the text: give one of them", param=next(iter(given)))
+    return StructuredOutputsParams(**{CONSTRAINTS[name]: text for name, text in given.items()}) if given else None
 
 
 async def _respond_all(parsed: Sequence[ParsedSGLangPrompt]) -> list[SGLangCompletion]:
@@ -187,6 +201,7 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
         else:
             given["max_tokens"] = fields.max_new_tokens
         self._check_logprobs()
+        given["structured_outputs"] = _constraint(fields)
         if body.return_logprob:
             given["logprobs"] = body.top_logprobs_num
             given["logprob_token_ids"] = body.token_ids_logprob

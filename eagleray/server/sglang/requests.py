@@ -47,10 +47,10 @@ class SGLangSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     no_stop_trim: Annotated[bool | None, Meta(description="Keep the stop string in the text.")] = None
     sampling_seed: int | None = None
     stream_interval: int | None = None
-    json_schema: Null = None
-    regex: Null = None
-    ebnf: Null = None
-    structural_tag: Null = None
+    json_schema: Annotated[str | None, Meta(description="JSON schema of the text, as JSON.")] = None
+    regex: Annotated[str | None, Meta(description="Regular expression of the text.")] = None
+    ebnf: Annotated[str | None, Meta(description="Grammar of the text.")] = None
+    structural_tag: Annotated[str | None, Meta(description="Structural tag of the text, as JSON.")] = None
     stop_regex: Null = None
     custom_params: EmptyObject = None
 

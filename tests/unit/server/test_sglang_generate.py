@@ -108,6 +108,13 @@ def test_generate_sampling_parameters_have_their_own_names_and_defaults(sglang):
     assert stopping.eos_token_ids == ()
 
 
+@pytest.mark.parametrize(("name", "kind"), [("json_schema", "json_schema"), ("regex", "regex"), ("ebnf", "ebnf")])
+def test_generate_text_is_constrained_by_fields_of_sglang(sglang, name, kind):
+    generate(sglang, input_ids=[5], sampling_params={name: '{"type": "object"}'})
+    grammar = sglang.engine.requests[-1].sampling.grammar
+    assert (grammar.kind, grammar.source) == (kind, '{"type": "object"}')
+
+
 def test_generate_null_is_the_default(sglang):
     params = dict.fromkeys(("temperature", "top_p", "top_k", "stop", "stop_token_ids", "n", "max_new_tokens"))
     generate(sglang, sampling_params=params, return_logprob=None, rid=None, stream=None)
@@ -269,8 +276,8 @@ def test_generate_version_of_the_weights_is_that_of_the_last_token(sglang):
         ({"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": [1]}, "token_ids_logprob"),
         ({"sampling_params": {"top_p": 7}}, "sampling_params.top_p"),
         ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
-        ({"sampling_params": {"json_schema": "{}"}}, "sampling_params.json_schema"),
-        ({"sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+        ({"sampling_params": {"json_schema": {}}}, "sampling_params.json_schema"),
+        ({"sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.regex"),
         ({"sampling_params": {"custom_params": {"return_top_p_token_ids": True}}}, "sampling_params.custom_params"),
         ({"sampling_params": {"max_tokens": 1}}, "sampling_params.max_tokens"),
         ({"image_data": ["x"]}, "image_data"),
