@@ -30,6 +30,7 @@ class EngineKeywords(TypedDict, total=False):
     chat_template: str | None
     chat_template_content_format: Literal["auto", "string", "openai"] | str | None
     tool_call_parser: str | None
+    tool_parser_plugin: str | None
     tool_strict_level: Literal["auto", "function", "parameter"] | str | None
     reasoning_parser: str | None
     reasoning_config: dict[str, Any] | str | None
@@ -337,7 +338,6 @@ class LLMKeywords(EngineKeywords, total=False):
     task: Any
     tokenizer_mode: Any
     tokens_only: bool | None
-    tool_parser_plugin: Any
     tool_server: Any
     trust_remote_code: bool | None
     trust_request_mm_kwargs: bool | None

@@ -139,6 +139,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "the format that the chat template shows. none: tool calls are refused. See docs/tools.md."
         ),
     ] = "auto"
+    tool_parser_plugin: Annotated[
+        str | None,
+        Meta(
+            description="Python file that registers further formats of tool calls for `tool_call_parser`. It runs in "
+            "every API server. See docs/tools.md."
+        ),
+    ] = None
     tool_strict_level: Annotated[
         Literal["auto", "function", "parameter"],
         Meta(

@@ -237,7 +237,6 @@ REFUSED = {
     "not supported yet: each step computes one token of each request": (
         "speculative_config spec_method spec_model spec_tokens"
     ),
-    "not supported yet: formats of tool calls have names (`tool_call_parser`)": "tool_parser_plugin",
     "not supported yet: formats of reasoning have names (`reasoning_parser`)": "reasoning_parser_plugin",
     "not supported: /metrics lists the metrics that there are": (
         "kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details"

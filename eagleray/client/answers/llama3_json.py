@@ -39,7 +39,7 @@ class Llama3JsonFormat(ToolFormat):
 
 
 class _Llama3JsonSplitter(CallSplitter):
-    _STARTS = MarkerSearch(PYTHON_TAG, "{")
+    _STARTS = MarkerSearch(PYTHON_TAG, "{", "[")
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
@@ -50,12 +50,14 @@ class _Llama3JsonSplitter(CallSplitter):
             self.text.start_record()
             is_tagged = (yield from self.text.take(PYTHON_TAG)) is not None
             yield from self.text.read_space()
+            yield from self.text.take("[")  # some models write a list
+            yield from self.text.read_space()
             end = yield from self.read_call_object(names=None if is_tagged else self._names)
             if end is CallEnd.NO_CALL:
                 self.parts.content(self.text.stop_record())
             elif end is CallEnd.COMPLETE:
                 self.parts.separator((yield from self.text.read_space()))
-                self.parts.separator((yield from self.text.take(";")) or "")
+                self.parts.separator((yield from self.text.take(";", ",", "]")) or "")
 
 
 def _tag(tool: Tool) -> StructuralFormat:

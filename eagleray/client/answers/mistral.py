@@ -65,7 +65,9 @@ class _MistralSplitter(CallSplitter):
         while (yield from self.text.read_until(self._START, self.parts.content)) is not None:
             self.text.start_record(TOOL_CALLS)
             yield from self.text.read_space()
-            if (yield from self.text.take("[")) or (yield from self.text.peek()) == "{":
+            while (marker := (yield from self.text.take("[", TOOL_CALLS))) == TOOL_CALLS:
+                yield from self.text.read_space()
+            if marker or (yield from self.text.peek()) == "{":
                 is_call = yield from self._read_objects()
             else:
                 is_call = yield from self._read_named_call()

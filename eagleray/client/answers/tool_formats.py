@@ -21,8 +21,20 @@ SAME_FORMATS = {"glm47": "glm45", "llama4_json": "llama3_json", "qwen3_json": "h
 
 
 def register_tool_format(tool_format: ToolFormat) -> None:
-    """Register a format under its name, in place of a format that had this name."""
-    _FORMATS[tool_format.name] = tool_format
+    """Register a format under its name, in place of a format that had this name. Raises `ConfigError` for something
+    else than a format."""
+    if not isinstance(tool_format, ToolFormat):
+        raise ConfigError(f"expected an instance of a subclass of ToolFormat, but got {tool_format!r}")
+    name, markers = getattr(tool_format, "name", None), getattr(tool_format, "markers", None)
+    if not isinstance(name, str) or not isinstance(markers, tuple):
+        kind = type(tool_format).__name__
+        raise ConfigError(f"{kind} needs a `name`, which is a text, and `markers`, which are a tuple of texts")
+    _FORMATS[name] = tool_format
+
+
+def registered_formats() -> list[ToolFormat]:
+    """Return all formats."""
+    return [*_FORMATS.values()]
 
 
 def get_tool_format(name: str) -> ToolFormat:

@@ -32,6 +32,7 @@ NO_ACTION_BY_DEFAULT = {
     "all2all_backend",
     "anthropic_disabled_thinking_effort",
     "fingerprint_mode",
+    "tool_parser_plugin",
     "worker_extension_cls",
 }
 """Options whose default in vLLM sets nothing, although other values do."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 from grammar_tokenizers import WHITESPACE, Words
 
+from eagleray.client.answers.formats import ToolFormat
 from eagleray.client.answers.tool_formats import get_tool_format
 from eagleray.client.answers.tools import Tool, ToolChoice
 from eagleray.messages.grammars import Grammar
@@ -54,7 +55,26 @@ def glm_calls(between: str) -> Written:
     return Written(*calls, separator="\n")
 
 
+def json_calls(call: str, **further: str) -> Written:
+    texts = [
+        call.replace("NAME", name).replace("JSON", text) for name, text in (("f", GOOD), ("f", BAD), ("f_g", OTHER))
+    ]
+    return Written(*texts, **further)
+
+
+def qwen(name: str, **arguments: str) -> str:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
 CALLS = {
+    "hermes": json_calls('<tool_call>\n{"name": "NAME", "arguments": JSON}\n</tool_call>', separator="\n"),
+    "qwen3_coder": Written(qwen("f", a="x < </", b="2"), qwen("f", b="2"), qwen("f_g", c="[1]"), separator="\n"),
+    "llama3_json": json_calls('{"name": "NAME", "parameters": JSON}', separator="; "),
+    "mistral": json_calls("[TOOL_CALLS]NAME[ARGS]JSON"),
+    "mistral (list)": json_calls(
+        '{"name": "NAME", "arguments": JSON}', begin="[TOOL_CALLS] [", separator=", ", end="]"
+    ),
     "deepseek_v3": deepseek(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json}\n```<｜tool▁call▁end｜>", separator="\n"
     ),
@@ -71,15 +91,20 @@ CALLS = {
 }
 
 
+def format_of(name: str) -> ToolFormat:
+    """Return the format that a key of `CALLS` names."""
+    return get_tool_format(name.split()[0])
+
+
 @functools.cache
 def words_of(name: str) -> Words:
-    return Words.make(special=get_tool_format(name).markers)
+    return Words.make(special=format_of(name).markers)
 
 
 def allows(name: str, choice: ToolChoice, text: str) -> bool:
     """Whether the constraint allows the text, as its tokens and byte by byte."""
     words = words_of(name)
-    constraint = get_tool_format(name).constraint(TOOLS, choice)
+    constraint = format_of(name).constraint(TOOLS, choice)
     source = json.dumps({"type": "structural_tag", "format": constraint})
     compiled = words.compile(Grammar(kind="structural_tag", source=source, whitespace=WHITESPACE))
     is_accepted = words.accepted(compiled, words.encode(text, by_byte=True))
@@ -106,8 +131,8 @@ def test_constraint_of_one_call_allows_no_more(name: str) -> None:
     for choice in (named, single):
         assert not allows(name, choice, begin + other + separator + other + end)
     assert allows(name, single, begin + good + end)
-    assert get_tool_format(name).constraint(TOOLS[1:], AUTO) is None
-    assert get_tool_format(name).constraint(TOOLS, ToolChoice("none")) is None
+    assert format_of(name).constraint(TOOLS[1:], AUTO) is None
+    assert format_of(name).constraint(TOOLS, ToolChoice("none")) is None
 
 
 @pytest.mark.parametrize("name", CALLS)

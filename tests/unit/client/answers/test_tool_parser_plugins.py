@@ -1,0 +1,97 @@
+"""Formats of tool calls from files of the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from answer_checks import answer_of, split_whole
+
+from eagleray.client.answers import tool_formats
+from eagleray.client.answers.choose import choose_formats
+from eagleray.client.answers.plugins import load_tool_parser_plugin
+from eagleray.config.sections import ModelConfig
+from eagleray.errors import ConfigError
+
+PLUGIN = """
+from eagleray.client.answers.call_splitter import CallSplitter
+from eagleray.client.answers.formats import ToolFormat
+from eagleray.client.answers.marker_search import MarkerSearch
+from eagleray.client.answers.tool_formats import register_tool_format
+
+
+class AtFormat(ToolFormat):
+    name = "at"
+    markers = ("@call ", "@end")
+
+    def splitter(self, tools):
+        return AtSplitter()
+
+
+class AtSplitter(CallSplitter):
+    START, END, SPACE = MarkerSearch("@call "), MarkerSearch("@end"), MarkerSearch(" ")
+
+    def read(self):
+        while (yield from self.text.read_until(self.START, self.parts.content)):
+            name = []
+            yield from self.text.read_until(self.SPACE, name.append)
+            self.begin_call("".join(name))
+            yield from self.text.read_until(self.END, self.parts.arguments)
+
+
+register_tool_format(AtFormat())
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats that a test registers are forgotten after it."""
+    monkeypatch.setattr(tool_formats, "_FORMATS", dict(tool_formats._FORMATS))
+
+
+def write(directory: Path, text: str, name: str = "plugin.py") -> str:
+    path = directory / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_plugin_format_of_user_is_found_and_splits(tmp_path: Path) -> None:
+    path = write(tmp_path, PLUGIN)
+    found = choose_formats(ModelConfig(tool_parser_plugin=path, tool_call_parser="at"), "").tools
+    assert found is not None
+    template = "Call with @call NAME ARGUMENTS@end."
+    assert choose_formats(ModelConfig(tool_parser_plugin=path), template).tools is found
+    assert answer_of(split_whole(found, 'Hi @call f {"a": 1}@end @call g {}@end')) == (
+        "Hi",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    )
+    assert found.constraint([], None) is None  # type: ignore[arg-type] # not looked at
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\nimport not_there", r"plugin.py, line 2 raised ModuleNotFoundError: No module named 'not_there'"),
+        ("def f(:", r"raised SyntaxError"),
+        ("x = 1", r"plugin.py registers no format: it has to call `register_tool_format`"),
+        (
+            PLUGIN.replace("AtFormat())", "AtFormat)"),
+            r"line 27 raised .*instance of a subclass of ToolFormat",
+        ),
+        (PLUGIN.replace('name = "at"', "name = 5"), r"AtFormat needs a `name`"),
+        (PLUGIN.replace('("@call ", "@end")', '"@call"'), r"AtFormat needs a `name`.* and `markers`"),
+    ],
+)
+def test_plugin_broken_file_is_refused_with_reason(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_tool_parser_plugin(write(tmp_path, text))
+
+
+def test_plugin_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"expected a Python file \(.py\), but got .*plugin.txt"):
+        load_tool_parser_plugin(write(tmp_path, PLUGIN, "plugin.txt"))
+
+
+def test_plugin_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no file .*nothing.py"):
+        load_tool_parser_plugin(str(tmp_path / "nothing.py"))
