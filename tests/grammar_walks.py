@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Sequence
 from datetime import date, time
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 from uuid import UUID
@@ -100,10 +100,18 @@ def schema_errors(schema: Any, text: str) -> list[str]:
     """Return the reasons why a JSON text does not follow the schema. Numbers are compared exactly, as written."""
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     try:
-        value = json.loads(text, parse_float=Decimal)
+        value = json.loads(text, parse_float=_number)
     except ValueError as error:
         return [str(error)]
     return [error.message for error in _Validator(exact, format_checker=_FORMATS).iter_errors(value)]
+
+
+def _number(text: str) -> Decimal:
+    """Return the number, or one that is infinite if its exponent has more digits than Python computes with."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        return Decimal(float(text))
 
 
 def _is_search(validator: Any, pattern: str, instance: Any, schema: Any) -> Any:
@@ -115,7 +123,7 @@ def _is_search(validator: Any, pattern: str, instance: Any, schema: Any) -> Any:
 def _is_multiple(validator: Any, divisor: Any, instance: Any, schema: Any) -> Any:
     """Divide exactly, where the package's own check rounds. Numbers of thousands of digits are not checked."""
     is_number = isinstance(instance, int | Decimal) and not isinstance(instance, bool)
-    if is_number and Decimal(instance).adjusted() < MAX_DIGITS:
+    if is_number and Decimal(instance).is_finite() and Decimal(instance).adjusted() < MAX_DIGITS:
         numerator, denominator = Decimal(instance).as_integer_ratio()
         by_numerator, by_denominator = Decimal(divisor).as_integer_ratio()
         if numerator * by_denominator % (denominator * by_numerator):
