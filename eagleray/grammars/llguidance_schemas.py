@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeGuard
 
 from eagleray.errors import InvalidRequest
 from eagleray.grammars.ecma_regex import CONTROLS, to_rust
-from eagleray.grammars.llguidance_errors import PARAM
+from eagleray.grammars.llguidance_errors import PARAM, GrammarTooLarge
 
 DRAFTS = (
     "http://json-schema.org/draft-04/schema",
@@ -54,6 +54,9 @@ OPTIONS = {"json_allowed_escapes": 'nrbtf\\"'}
 """Options of llguidance, which take the place of those in a schema. Without `u`, a text has one form in JSON, so that a
 free property cannot have the name of a named one."""
 
+MAX_SOURCE_CHARACTERS = 2**20
+MAX_CHARACTERS = 2**18
+"""Bound of a schema without its annotations. A larger one takes llguidance a second or more."""
 MAX_DEPTH = 100
 MAX_MULTIPLE = 2**32
 """llguidance computes common multiples with 32 bits, without a check."""
@@ -62,11 +65,19 @@ MAX_MULTIPLE = 2**32
 def prepare_schema(source: str, whitespace: str) -> str:
     """Return a schema that llguidance follows as the specification says, with its options. `whitespace`: see `Grammar`.
     Raises `InvalidRequest`, with the keyword and its place, for a schema that it would not follow."""
+    if len(source) > MAX_SOURCE_CHARACTERS:
+        raise GrammarTooLarge(f"the JSON schema has more than {MAX_SOURCE_CHARACTERS} characters", param=PARAM)
     try:
         schema = _prepare_root(_parse(source)) | {"x-guidance": OPTIONS | _whitespace_options(whitespace)}
-        return json.dumps(schema, default=float)
+        prepared = json.dumps(schema, default=float)
     except RecursionError:
-        raise InvalidRequest("the JSON schema is nested too deeply", param=PARAM) from None
+        raise GrammarTooLarge("the JSON schema is nested too deeply", param=PARAM) from None
+    if len(prepared) > MAX_CHARACTERS:
+        raise GrammarTooLarge(
+            f"the JSON schema has more than {MAX_CHARACTERS} characters without titles, descriptions and examples",
+            param=PARAM,
+        )
+    return prepared
 
 
 def _parse(source: str) -> Any:
@@ -103,7 +114,7 @@ class _Preparation:
 
     def _prepare(self, schema: Any, place: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            _refuse(place, f"the schema is nested more than {MAX_DEPTH} times")
+            raise GrammarTooLarge(f"the JSON schema is nested more than {MAX_DEPTH} times", param=PARAM)
         if isinstance(schema, list):
             return [self._prepare(one, f"{place}/{number}", depth + 1) for number, one in enumerate(schema)]
         if not isinstance(schema, dict):

@@ -51,6 +51,7 @@ FOREIGN = {
     *("gen_ai.request.id", "gen_ai.response.finish_reasons"),  # attributes of its spans
     *("gen_ai.latency.e2e", "gen_ai.latency.time_in_queue", "gen_ai.latency.time_to_first_token"),
     *(f"gen_ai.latency.time_in_model_{phase}" for phase in ("prefill", "decode", "inference")),
+    *("additionalItems", "unevaluatedItems", "unevaluatedProperties"),  # JSON Schema's
     *("RolloutRayActor", "WorkerWrap", "update_weight"),  # OpenRLHF's
 }
 

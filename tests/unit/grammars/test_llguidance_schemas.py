@@ -47,6 +47,7 @@ DEEP = '{"items":' * 5000 + "{}" + "}" * 5000
         ({"x-guidance": {"item_separator": ";"}, "type": "array"}, "[1;1]", False),
         ({"x-guidance": {"whitespace_flexible": False}, "type": "array"}, "[1, 1]", True),
         # what has no effect
+        ({"description": "x" * 2**19}, "1", True),
         ({"type": "array", "uniqueItems": False, "title": "t", "default": [1e300]}, "[1, 1]", True),
         (True, "[1, {}]", True),
         # names and constants that look like keywords
@@ -96,6 +97,9 @@ def test_schema_text_is_allowed_as_specified(schema, text, is_allowed):
         ("[]", "must be an object"),
         ('{"type": ', "not valid JSON"),
         (DEEP, "nested too deeply"),
+        ('{"const": ' + "[" * 200 + "]" * 200 + "}", "recursion limit exceeded"),
+        ({"description": "x" * 2**20}, "more than 1048576 characters"),
+        ({"enum": ["x" * 2**18]}, "more than 262144 characters without titles"),
         ({"items": {"items": 0}} | {"$defs": {"a": json.loads('[' * 200 + ']' * 200)}}, "nested more than"),
     ],
 )  # fmt: skip
