@@ -36,6 +36,10 @@ class ToolFormat(ABC):
         format has no constraints, which refuses `required`."""
         return None
 
+    def content_constraint(self, content: StructuralFormat) -> StructuralFormat:
+        """Return the constraint of the text (after the reasoning) without calls, if its content has this format."""
+        return content
+
     def make_call_id(self) -> str:
         """Return an id for a call that the model gave none, in a form that chat templates of the format take back."""
         return f"call_{secrets.token_hex(12)}"

@@ -61,13 +61,11 @@ class HarmonyFormat(ToolFormat):
         if not last:
             return None
         if choice.mode == "auto":
-            last.append(sequence(constant(f"{CHANNEL}final{MESSAGE}"), free_text()))
-        before = [tag(f"{CHANNEL}{channel}{MESSAGE}", free_text(), END) for channel in ("analysis", "commentary")]
-        return sequence(
-            optional(constant(ASSISTANT)),  # stands in the prompt, or else behind the reasoning
-            repeated(sequence(one_of(*before), constant(ASSISTANT))),
-            one_of(*last),  # there is one call at most, because the answer ends behind it
-        )
+            last.append(_final(free_text()))
+        return _answer(*last)  # with one call at most, because the answer ends behind it
+
+    def content_constraint(self, content: StructuralFormat) -> StructuralFormat:
+        return _answer(_final(content))
 
 
 class HarmonyReasoning:
@@ -209,6 +207,20 @@ def _open_header(prompt: str) -> str:
         return ""
     header, marker, _ = message.partition(MESSAGE)
     return header + marker if marker or CHANNEL in header or _RECIPIENT.search(header) else ""
+
+
+def _answer(*last: StructuralFormat) -> StructuralFormat:
+    """Return the format of an answer whose last message has one of the formats."""
+    before = [tag(f"{CHANNEL}{channel}{MESSAGE}", free_text(), END) for channel in ("analysis", "commentary")]
+    return sequence(
+        optional(constant(ASSISTANT)),  # stands in the prompt, or else behind the reasoning
+        repeated(sequence(one_of(*before), constant(ASSISTANT))),
+        one_of(*last),
+    )
+
+
+def _final(content: StructuralFormat) -> StructuralFormat:
+    return sequence(constant(f"{CHANNEL}final{MESSAGE}"), content)
 
 
 def _call(tool: Tool) -> StructuralFormat:

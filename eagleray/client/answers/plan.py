@@ -99,7 +99,7 @@ class AnswerPlan(NamedTuple):
         if form is None:
             raise _no_constraint(calls, "a required call, or a call beside a constrained content,")
         if choice.mode == "auto" and content is not None:
-            return {"type": "or", "elements": [form, _structural_format(content)]}
+            return {"type": "or", "elements": [form, calls.content_constraint(_structural_format(content))]}
         return form
 
     def _floor(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:

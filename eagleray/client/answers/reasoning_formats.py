@@ -14,7 +14,6 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     format.name: format
     for format in (
         HarmonyReasoning(),
-        HarmonyReasoning(),
         MarkedReasoning(
             name="mistral", start="[THINK]", end="[/THINK]", template_markers=("[THINK]",), strips_end=True
         ),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from grammar_tokenizers import WHITESPACE, Words
 
-from eagleray.client.answers.formats import ToolFormat
+from eagleray.client.answers.formats import StructuralFormat, ToolFormat
 from eagleray.client.answers.tool_formats import get_tool_format
 from eagleray.client.answers.tools import Tool, ToolChoice
 from eagleray.messages.grammars import Grammar
@@ -102,9 +102,15 @@ def words_of(name: str) -> Words:
 
 
 def allows(name: str, choice: ToolChoice, text: str) -> bool:
-    """Whether the constraint allows the text, as its tokens and byte by byte."""
-    words = words_of(name)
+    """Whether the constraint of a choice among the tools allows the text."""
     constraint = format_of(name).constraint(TOOLS, choice)
+    assert constraint is not None
+    return matches(name, constraint, text)
+
+
+def matches(name: str, constraint: StructuralFormat, text: str) -> bool:
+    """Whether a constraint allows the text, as its tokens and byte by byte."""
+    words = words_of(name)
     source = json.dumps({"type": "structural_tag", "format": constraint})
     compiled = words.compile(Grammar(kind="structural_tag", source=source, whitespace=WHITESPACE))
     is_accepted = words.accepted(compiled, words.encode(text, by_byte=True))
@@ -163,3 +169,11 @@ def test_harmony_constraint_allows_reasoning_and_one_call(before: str) -> None:
     assert not allows("openai", REQUIRED, before + final)
     assert not allows("openai", REQUIRED, before + HEADERS[0].format("f") + GOOD + PREAMBLE)
     assert not allows("openai", ToolChoice("required", name="f_g"), before + HEADERS[0].format("f") + GOOD)
+
+
+def test_harmony_content_constraint_is_for_the_final_message() -> None:
+    constraint = get_tool_format("openai").content_constraint({"type": "json_schema", "json_schema": SCHEMA})
+    for before in ("", "<|start|>assistant", THINK):
+        assert matches("openai", constraint, f"{before}<|channel|>final<|message|>{GOOD}")
+        assert not matches("openai", constraint, f"{before}<|channel|>final<|message|>{BAD}")
+        assert not matches("openai", constraint, before + GOOD)
