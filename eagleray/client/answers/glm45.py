@@ -36,7 +36,7 @@ class Glm45Format(ToolFormat):
 
 class _Glm45Splitter(CallSplitter):
     _CALL = MarkerSearch(CALL)
-    _NAME_ENDS = MarkerSearch("\n", KEY, CALL_END)
+    _NAME_ENDS = MarkerSearch("\n", KEY, CALL_END, *' "<{')  # the latter stand in no name
     _KEY_OR_END = MarkerSearch(KEY, CALL_END)
     _KEY_END = MarkerSearch(KEY_END, KEY, CALL_END)
     _VALUE_END = MarkerSearch(VALUE_END)
@@ -52,7 +52,7 @@ class _Glm45Splitter(CallSplitter):
             pieces: list[str] = []
             end = yield from self.text.read_before(self._NAME_ENDS, pieces.append)
             name = "".join(pieces).strip()
-            if end is None or not CALL_NAME.fullmatch(name):
+            if end not in ("\n", KEY, CALL_END) or not CALL_NAME.fullmatch(name):
                 self.parts.content(self.text.stop_record())
                 continue
             self.begin_call(name)

@@ -42,6 +42,10 @@ FUNCTIONS = "functions."
 
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_BEGINNING = re.compile(
+    rf"({re.escape(START)})?\w*({re.escape(CHANNEL)}\w*)?({'|'.join(map(re.escape, (START, END, CALL, RETURN)))})?"
+)
+"""Headers that are cut off before they have more than a role and a channel. Such a header is no part of the answer."""
 
 
 class HarmonyFormat(ToolFormat):
@@ -140,7 +144,7 @@ class HarmonySplitter(CallSplitter):
         header, written = "".join(pieces), self.text.stop_record()
         if marker == MESSAGE:
             return (yield from self._read_body(header))
-        if _RECIPIENT.search(header):  # a call that has not begun; other unfinished headers are no part of the answer
+        if not _BEGINNING.fullmatch(written):
             self._after_earlier(self.parts.content)(written.removesuffix(START))
         return marker
 

@@ -46,3 +46,9 @@ def argument(key: str, value: str, between: str = "\n") -> str:
 )
 def test_glm45_answer_at_any_cut_is_split(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert answer_of(split_whole(GLM, text, TOOLS)) == (content, calls)
+
+
+def test_glm45_tag_in_a_sentence_holds_no_text_back() -> None:
+    splitter = GLM.splitter(TOOLS)
+    text = "The tag <tool_call> begins "
+    assert answer_of(splitter.push(text)) == (text.rstrip(), [])

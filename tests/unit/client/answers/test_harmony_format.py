@@ -92,6 +92,7 @@ def test_harmony_call_with_any_order_of_header_is_found(call: str) -> None:
             f"{THINK}{NEXT} to=functions.f<|channel|>comm",
             [Reasoning("Hm."), Content(f"{NEXT} to=functions.f<|channel|>comm")],
         ),
+        ("<|channel|>final Hello<|end|>", [Content("<|channel|>final Hello<|end|>")]),
         (f" to=functions.f<|end|>{NEXT}<|channel|>final<|message|>A", [Content(" to=functions.f<|end|>\nA")]),
         ("<|channel|>commentary to=functions.f json<|message|>", [CallBegin(0, "f")]),
         ("", []),
