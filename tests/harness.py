@@ -108,13 +108,13 @@ class LocalEngine:
         self._take(self.core.scheduler.abort(abort.client, abort.request_ids))
 
     def step(self) -> None:
-        if self.core.scheduler.unprepared_grammars:
+        if self.core.scheduler.has_unprepared_grammars:
             self._take(self._grammars.advance())
         self._take(self.core.step(self._take))
 
     def run(self) -> dict[str, Answer]:
         """Step until the engine is idle, and return every answer so far."""
-        while self.core.scheduler.has_work or self.core.scheduler.unprepared_grammars:
+        while self.core.scheduler.has_work or self.core.scheduler.has_unprepared_grammars:
             self.step()
         return self.answers
 

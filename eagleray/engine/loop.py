@@ -131,7 +131,7 @@ class EngineLoop:
         while not self._stopping:
             self._handle_messages()
             self._execute_commands()
-            if self._core.scheduler.unprepared_grammars:
+            if self._core.scheduler.has_unprepared_grammars:
                 self._publish(self._grammars.advance())
             self._publish(self._stepper.step(self._send_early))
             self._execute_commands()  # the step may have been the last that a command waits for
@@ -211,7 +211,7 @@ class EngineLoop:
     @property
     def _idle_seconds(self) -> float:
         """Time for which an idle engine waits for a message."""
-        if self._core.scheduler.unprepared_grammars:
+        if self._core.scheduler.has_unprepared_grammars:
             return GRAMMAR_POLL_SECONDS
         return TRANSFER_POLL_SECONDS if self._control.tasks else IDLE_POLL_SECONDS
 

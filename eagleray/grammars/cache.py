@@ -1,43 +1,46 @@
-"""Compiled grammars by content, the last used ones first. Used from several threads."""
+"""Compiled grammars by content, the last used ones. Used from several threads."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 
-from eagleray.grammars.matcher import CompiledGrammar, GrammarCompiler
-from eagleray.messages.grammars import Grammar
+from eagleray.grammars.matcher import CompiledGrammar
+from eagleray.messages.failure import Failure
+from eagleray.messages.grammars import MAX_PREPARED_BYTES, MAX_PREPARED_GRAMMARS, Grammar
 
-MAX_GRAMMARS = 256
-MAX_SOURCE_BYTES = 16 * 2**20
-"""Bound of the sources of all cached grammars together, since what they compile to grows with them."""
+MAX_GRAMMARS = 2 * MAX_PREPARED_GRAMMARS
+MAX_SOURCE_BYTES = 2 * MAX_PREPARED_BYTES
+"""Bound of the sources of all grammars together, since what they compile to grows with them. Twice that of the
+scheduler, so that a grammar that it takes for compiled is here."""
 
 
 class GrammarCache:
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiler = compiler
-        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+    """Has compiled grammars, and reasons why others cannot be compiled."""
+
+    def __init__(self) -> None:
+        self._outcomes: OrderedDict[Grammar, CompiledGrammar | Failure] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def __contains__(self, grammar: Grammar) -> bool:
-        return grammar in self._compiled
+    def __len__(self) -> int:
+        return len(self._outcomes)
 
-    def get(self, grammar: Grammar) -> CompiledGrammar:
-        """Return the compiled grammar, which is compiled here if the cache does not have it. Raises `InvalidRequest` as
-        `GrammarCompiler.compile` does."""
+    def find(self, grammar: Grammar) -> CompiledGrammar | Failure | None:
+        """Return the outcome of compiling a grammar, or None if the cache does not have it."""
         with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-                return self._compiled[grammar]
-        compiled = self._compiler.compile(grammar)  # without the lock: others may use the cache meanwhile
+            if grammar in self._outcomes:
+                self._outcomes.move_to_end(grammar)
+            return self._outcomes.get(grammar)
+
+    def put(self, grammar: Grammar, outcome: CompiledGrammar | Failure) -> None:
+        """Add a grammar, in place of the ones that were used longest ago."""
         with self._lock:
-            if grammar not in self._compiled:
-                self._compiled[grammar] = compiled
+            if grammar not in self._outcomes:
                 self._num_bytes += len(grammar.source)
-            while len(self._compiled) > 1 and (
-                len(self._compiled) > MAX_GRAMMARS or self._num_bytes > MAX_SOURCE_BYTES
+            self._outcomes[grammar] = outcome
+            while len(self._outcomes) > 1 and (
+                len(self._outcomes) > MAX_GRAMMARS or self._num_bytes > MAX_SOURCE_BYTES
             ):
-                dropped, _ = self._compiled.popitem(last=False)
+                dropped, _ = self._outcomes.popitem(last=False)
                 self._num_bytes -= len(dropped.source)
-        return compiled

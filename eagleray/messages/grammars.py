@@ -6,6 +6,10 @@ from typing import Literal
 
 import msgspec
 
+MAX_PREPARED_GRAMMARS = 128
+MAX_PREPARED_BYTES = 8 * 2**20
+"""Bounds of the grammars that an engine takes for compiled, and of their sources together."""
+
 GrammarKind = Literal["json_schema", "regex", "choice", "ebnf", "structural_tag"]
 
 

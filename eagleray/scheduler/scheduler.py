@@ -21,6 +21,7 @@ import msgspec
 from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.identity import FIRST_WEIGHT_VERSION, ClientId
 from eagleray.messages.arrays import Array
+from eagleray.messages.failure import Failure
 from eagleray.messages.grammars import Grammar
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason, SchedulerStats
@@ -29,14 +30,12 @@ from eagleray.messages.steps import RowFailure, StepPlan, StepResult
 from eagleray.scheduler.adapters import AdapterSlots
 from eagleray.scheduler.admission import NUM_TOKEN_IDS
 from eagleray.scheduler.kv_cache_manager import KVCacheManager
+from eagleray.scheduler.prepared_grammars import PreparedGrammars
 from eagleray.scheduler.request import AddressedChunk, Request, Run, new_request
 from eagleray.scheduler.routed_experts import RoutedExpertsStore
 from eagleray.scheduler.running import InFlightStep, RowTable, StepDraft
 from eagleray.scheduler.timings import Counters, EngineHistograms
 from eagleray.scheduler.waiting import Backlog
-
-MAX_PREPARED_GRAMMARS = 128
-"""Number of grammars that need not be prepared again: fewer than a worker keeps, so that it has them."""
 
 
 class Scheduler:
@@ -97,7 +96,7 @@ class Scheduler:
         self._num_loads = 0
         self._weight_version = FIRST_WEIGHT_VERSION
         self._num_arrivals = 0
-        self._prepared_grammars: dict[Grammar, None] = {}  # in the order in which they were compiled
+        self._grammars = PreparedGrammars()
         self._early_chunks: list[AddressedChunk] = []
         self._counters = Counters()
         self._histograms = EngineHistograms()
@@ -162,26 +161,29 @@ class Scheduler:
             self.adapters.retain(state.adapter)
         self._num_arrivals += 1
         self._requests[key] = state
-        grammar = request.sampling.grammar
-        if grammar is None or grammar in self._prepared_grammars:
-            self._waiting.push(state)
-        else:
-            self._waiting.push_unprepared(state, grammar)
+        self._queue(state)
 
     @property
-    def unprepared_grammars(self) -> tuple[Grammar, ...]:
-        """Grammars that the workers have to compile before the requests that use them run."""
-        return self._waiting.unprepared
+    def has_unprepared_grammars(self) -> bool:
+        """Whether requests wait for the workers to compile their grammars."""
+        return self._waiting.has_unprepared
 
-    def on_grammar_prepared(self, grammar: Grammar, failure: str | None) -> list[AddressedChunk]:
-        """Let the requests with this grammar run, or fail for the reason given. Returns their last chunks then."""
+    def first_unprepared_grammars(self, limit: int) -> list[Grammar]:
+        """Return up to `limit` grammars that the workers have to compile before the requests that use them run."""
+        return self._waiting.first_unprepared(limit)
+
+    def is_awaited(self, grammar: Grammar) -> bool:
+        """Whether requests wait for this grammar."""
+        return self._waiting.is_awaited(grammar)
+
+    def on_grammar_prepared(self, grammar: Grammar, failure: Failure | None, *, seconds: float) -> list[AddressedChunk]:
+        """Let the requests with this grammar run, or fail. Returns their last chunks then. `seconds`: since the workers
+        were asked."""
         requests = self._waiting.pop_unprepared(grammar)
         for request in requests:
             self._waiting.push(request)
         if failure is None:
-            self._prepared_grammars[grammar] = None
-            if len(self._prepared_grammars) > MAX_PREPARED_GRAMMARS:
-                del self._prepared_grammars[next(iter(self._prepared_grammars))]
+            self._grammars.add(grammar)
             return []
         return [self._refuse(request, failure) for request in requests]
 
@@ -210,7 +212,7 @@ class Scheduler:
     @property
     def is_drained(self) -> bool:
         """Whether no request is under way. After `drain`, requests that have not begun are held back."""
-        return not self._running and self._waiting.num_to_admit == 0
+        return not self._running and not self._waiting.has_underway
 
     def stop(self) -> None:
         """Plan no steps until `start`."""
@@ -391,13 +393,31 @@ class Scheduler:
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         self._waiting.release_suspect(self._in_flight)
-        while (request := self._waiting.first()) is not None and self._running.has_free and draft.budget > 0:
+        while self._running.has_free and draft.budget > 0 and (request := self._first_prepared()) is not None:
             cached = self._cache.lookup(request)
             # There must be room for the whole prompt, although its first chunk needs less: otherwise the request would
             # soon be preempted for the rest.
             if not self._cache.can_hold(len(request.token_ids), cached=cached):
                 break
             self._admit(self._waiting.pop(), cached, draft)
+
+    def _first_prepared(self) -> Request | None:
+        """Return the next request to admit. Requests before it whose grammar the workers may have dropped wait for it
+        once more."""
+        while (request := self._waiting.first()) is not None:
+            grammar = request.sampling.grammar
+            if grammar is None or self._grammars.use(grammar):
+                return request
+            self._waiting.push_unprepared(self._waiting.pop(), grammar)
+        return None
+
+    def _queue(self, request: Request) -> None:
+        """Add a new request to those that wait for a row, or for their grammar."""
+        grammar = request.sampling.grammar
+        if grammar is None or self._grammars.use(grammar):
+            self._waiting.push(request)
+        else:
+            self._waiting.push_unprepared(request, grammar)
 
     def _admit(self, request: Request, cached: list[int], draft: StepDraft) -> None:
         num_cached = len(cached) * self._cache.block_size
@@ -518,10 +538,12 @@ class Scheduler:
             routed_experts=routed,
         )
 
-    def _refuse(self, request: Request, reason: str) -> AddressedChunk:
-        """Fail a request without a row, whose parameters are wrong."""
+    def _refuse(self, request: Request, failure: Failure) -> AddressedChunk:
+        """Fail a request without a row."""
         self._remove(request)
-        return request.make_chunk(finish_reason=FinishReason.ERROR, error=reason, is_user_error=True)
+        return request.make_chunk(
+            finish_reason=FinishReason.ERROR, error=failure.message, is_user_error=failure.is_user_error
+        )
 
     # Requests leave.
 

@@ -119,12 +119,26 @@ class Backlog:
         return len(self._held_back) + len(self._quarantine) + self._num_unprepared
 
     @property
-    def unprepared(self) -> tuple[Grammar, ...]:
-        """Grammars that requests wait for."""
-        return tuple(self._unprepared)
+    def has_unprepared(self) -> bool:
+        """Whether requests wait for a grammar."""
+        return bool(self._unprepared)
+
+    @property
+    def has_underway(self) -> bool:
+        """Whether there are requests under way, which are computed although others are held back."""
+        waiting = (request for requests in self._unprepared.values() for request in requests)
+        return self.num_to_admit > 0 or any(request.is_underway for request in waiting)
+
+    def is_awaited(self, grammar: Grammar) -> bool:
+        """Whether requests wait for this grammar."""
+        return grammar in self._unprepared
+
+    def first_unprepared(self, limit: int) -> list[Grammar]:
+        """Return up to `limit` grammars that requests wait for, in the order in which these requests are admitted."""
+        return heapq.nsmallest(limit, self._unprepared, key=lambda grammar: min(map(_key, self._unprepared[grammar])))
 
     def push_unprepared(self, request: Request, grammar: Grammar) -> None:
-        """Add a new request that waits for its grammar."""
+        """Add a request that waits for its grammar."""
         self._unprepared.setdefault(grammar, []).append(request)
 
     def pop_unprepared(self, grammar: Grammar) -> list[Request]:
@@ -155,6 +169,8 @@ class Backlog:
     def on_finished(self, request: Request, *, has_row: bool) -> None:
         """Remove a request that finished or was aborted. One with a row is in no queue."""
         if self._remove_unprepared(request):
+            if self._quarantine.is_current(request):
+                self._quarantine.remove(request)
             return
         was_quarantined = request.is_suspect and self._quarantine.remove(request)
         if not has_row and not was_quarantined:

@@ -87,11 +87,6 @@ class GrammarRows:
         ]
         return PendingMasks(rows, masks, parts)
 
-    def close(self) -> None:
-        """Stop the threads."""
-        if self._threads is not None:
-            self._threads.shutdown()
-
 
 class PendingMasks:
     """Masks that are being computed."""

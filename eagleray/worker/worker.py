@@ -257,6 +257,8 @@ class ServingWorker:
         cache = KVCache.allocate(shape, num_blocks=num_blocks, dtype=model.cache_dtype, device=model.device)
         reported_kind = ScoreKind.of(config.model.logprobs_mode)
         self._grammars = _grammars_of(loaded)
+        if self._grammars is not None:
+            self._grammars.warm_up_later()
         sampler = sampler_of(model, num_rows, reported_kind, self._grammars)
         limits = loaded.limits(max_num_batched_tokens)
         model.warm_up(cache, limits, sampler.last_tokens)
@@ -385,6 +387,8 @@ class ServingWorker:
         """Leave the groups."""
         self._weights.close()
         self._prefaulter.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self._model.close()  # before the groups, see there
         self._groups.close()
 

@@ -1,0 +1,35 @@
+"""Grammars that the workers have compiled. Owned by the scheduler."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from eagleray.messages.grammars import MAX_PREPARED_BYTES, MAX_PREPARED_GRAMMARS, Grammar
+
+
+class PreparedGrammars:
+    """Has the ones that were used last. Workers keep more of them, by the same order, so that they have these when a
+    row is added."""
+
+    def __init__(self) -> None:
+        self._grammars: OrderedDict[Grammar, None] = OrderedDict()
+        self._num_bytes = 0
+
+    def add(self, grammar: Grammar) -> None:
+        """Add a grammar that has been compiled, in place of the ones that were used longest ago."""
+        if self.use(grammar):
+            return
+        self._grammars[grammar] = None
+        self._num_bytes += len(grammar.source)
+        while len(self._grammars) > 1 and (
+            len(self._grammars) > MAX_PREPARED_GRAMMARS or self._num_bytes > MAX_PREPARED_BYTES
+        ):
+            dropped, _ = self._grammars.popitem(last=False)
+            self._num_bytes -= len(dropped.source)
+
+    def use(self, grammar: Grammar) -> bool:
+        """Note that a request uses a grammar. Returns whether it is compiled."""
+        if grammar not in self._grammars:
+            return False
+        self._grammars.move_to_end(grammar)
+        return True

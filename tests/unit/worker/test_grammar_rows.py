@@ -1,0 +1,66 @@
+"""Matchers of rows: a row that is added again with its tokens goes on as if it had never left."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from grammar_tokenizers import WHITESPACE, Words
+
+from eagleray.messages.grammars import Grammar
+from eagleray.messages.sampling import Sampling
+from eagleray.worker.grammar_rows import GrammarRows, MatchedRows
+from eagleray.worker.grammars import WorkerGrammars
+
+WORDS = Words.make()
+VOCAB_SIZE = WORDS.tokenizer.get_vocab_size()
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}}, "required": ["a"]}'
+TAG = '{"format": {"type": "triggered_tags", "triggers": ["<"], "tags": [{"begin": "<a>", "content": {"type": "regex", '
+GRAMMARS = [
+    Grammar(kind="json_schema", source=SCHEMA, whitespace=WHITESPACE),
+    Grammar(kind="regex", source="(a|bc){3,20}"),
+    Grammar(kind="structural_tag", source=TAG + '"pattern": "[0-9]+"}, "end": "</a>"}]}}', whitespace=WHITESPACE),
+]
+
+
+def make_rows() -> GrammarRows:
+    return GrammarRows(WorkerGrammars(lambda: WORDS.compiler), vocab_size=VOCAB_SIZE)
+
+
+def select(rows: GrammarRows, *numbers: int) -> MatchedRows:
+    matched = rows.select(np.array(numbers))
+    assert matched is not None
+    return matched
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+def test_grammar_rows_replayed_row_has_the_mask_of_one_that_went_on(grammar: Grammar) -> None:
+    rng = random.Random(7)
+    sampling = Sampling(seed=0, grammar=grammar)
+    going_on, replayed = make_rows(), make_rows()
+    going_on.add_row(1, sampling, [])
+    tokens: list[int] = []
+    for _ in range(40):
+        matched = select(going_on, 1)
+        masks, failures = going_on.begin_masks(matched).wait()
+        replayed.free_row(2)
+        replayed.add_row(2, sampling, tokens)
+        again, _ = replayed.begin_masks(select(replayed, 2)).wait()
+        assert not failures and (masks == again).all()
+        bits = np.unpackbits(masks.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+        tokens.append(rng.choice(np.flatnonzero(bits).tolist()))
+        matched.accept([1], tokens[-1:])
+
+
+def test_grammar_rows_select_the_rows_with_a_grammar() -> None:
+    rows = make_rows()
+    assert not rows.has_rows and rows.select(np.array([0, 1])) is None
+    rows.add_row(3, Sampling(seed=0, grammar=GRAMMARS[1]), [])
+    rows.add_row(1, Sampling(seed=0, grammar=GRAMMARS[0]), [])
+    assert select(rows, 0, 1, 2, 3).indices.tolist() == [1, 3]
+    rows.free_row(3)
+    rows.free_row(0)
+    assert select(rows, 3, 1).indices.tolist() == [1]
+    rows.free_row(1)
+    assert not rows.has_rows

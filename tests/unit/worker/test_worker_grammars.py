@@ -1,0 +1,165 @@
+"""Compilation beside the steps of a worker: once for each grammar, in a thread, and never for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from grammar_tokenizers import Words
+
+from eagleray.errors import CheckpointError, InvalidRequest
+from eagleray.grammars import cache
+from eagleray.grammars.cache import GrammarCache
+from eagleray.grammars.matcher import CompiledGrammar, GrammarCompiler
+from eagleray.messages.failure import Failure
+from eagleray.messages.grammars import Grammar
+from eagleray.messages.steps import GrammarPrepared
+from eagleray.worker import grammars as grammars_module
+from eagleray.worker.grammars import WorkerGrammars
+
+TIMEOUT = 20.0
+WORDS = Words.make()
+
+
+class Panic(BaseException):
+    """Errors of libraries in Rust are no `Exception`."""
+
+
+class SlowCompiler(GrammarCompiler):
+    """Compiles when its gate is open. The sources `refused` and `panic` raise, `hang` never returns."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.begun = threading.Event()
+        self.hanging = threading.Event()
+        self.end = threading.Event()
+        self.sources: list[str] = []
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        self.sources.append(grammar.source)
+        self.begun.set()
+        match grammar.source:
+            case "refused":
+                raise InvalidRequest("too large")
+            case "panic":
+                raise Panic("index out of bounds")
+            case "hang":
+                self.hanging.set()
+                assert self.end.wait(TIMEOUT)
+        assert self.gate.wait(TIMEOUT)
+        return WORDS.compiler.compile(Grammar(kind="regex", source="a"))
+
+
+def regex(source: str) -> Grammar:
+    return Grammar(kind="regex", source=source)
+
+
+@contextmanager
+def worker_grammars(
+    compiler: SlowCompiler, load: Callable[[], GrammarCompiler] | None = None, timeout: float = TIMEOUT
+) -> Iterator[WorkerGrammars]:
+    grammars = WorkerGrammars(load or (lambda: compiler), timeout=timeout)
+    try:
+        yield grammars
+    finally:
+        compiler.gate.set()
+        compiler.end.set()
+        grammars.close()
+
+
+def wait_until_done(grammars: WorkerGrammars, grammar: Grammar) -> GrammarPrepared:
+    """Ask until the grammar is compiled, in the place of an engine."""
+    while not (prepared := grammars.prepare(grammar)).is_done:
+        threading.Event().wait(0.001)
+    return prepared
+
+
+def test_worker_grammars_compile_once_for_several_requests() -> None:
+    compiler = SlowCompiler()
+    with worker_grammars(compiler) as grammars:
+        assert [grammars.prepare(regex("a")).is_done for _ in range(3)] == [False] * 3
+        assert compiler.begun.wait(TIMEOUT)
+        compiler.gate.set()
+        assert wait_until_done(grammars, regex("a")).failure is None
+        assert grammars.get(regex("a")) is grammars.get(regex("a"))
+        assert compiler.sources == ["a"]
+
+
+@pytest.mark.parametrize(("source", "is_user_error"), [("refused", True), ("panic", False)])
+def test_worker_grammars_report_a_failure_to_every_request(source: str, is_user_error: bool) -> None:
+    compiler = SlowCompiler()
+    compiler.gate.set()
+    with worker_grammars(compiler) as grammars:
+        failures = [wait_until_done(grammars, regex(source)).failure for _ in range(2)]
+        assert failures[0] is not None and failures[0] == failures[1]
+        assert failures[0].is_user_error is is_user_error
+        assert compiler.sources == [source]
+        assert wait_until_done(grammars, regex("a")).failure is None
+
+
+def test_worker_grammars_abandon_a_compilation_that_hangs_and_compile_the_others() -> None:
+    compiler = SlowCompiler()
+    compiler.gate.set()
+    with worker_grammars(compiler, timeout=0.0) as grammars:
+        grammars.prepare(regex("hang"))
+        assert compiler.hanging.wait(TIMEOUT)
+        grammars.prepare(regex("a"))
+        failure = wait_until_done(grammars, regex("hang")).failure
+        assert failure is not None and failure.is_user_error and "not compiled within 0 s" in failure.message
+        assert wait_until_done(grammars, regex("a")).failure is None
+
+
+def test_worker_grammars_that_were_evicted_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MAX_GRAMMARS", 1)
+    compiler = SlowCompiler()
+    compiler.gate.set()
+    with worker_grammars(compiler) as grammars:
+        for source in "ab":
+            assert wait_until_done(grammars, regex(source)).failure is None
+        assert grammars.get(regex("a")).matcher().failure is None
+        assert compiler.sources == ["a", "b", "a"]
+
+
+def test_worker_grammars_load_the_compiler_in_advance_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "WARM_UP_DELAY_SECONDS", 0.0)
+    compiler, loaded = SlowCompiler(), threading.Event()
+    compiler.gate.set()
+    num_loads = []
+
+    def load() -> GrammarCompiler:
+        num_loads.append(1)
+        loaded.set()
+        return compiler
+
+    with worker_grammars(compiler, load) as grammars:
+        grammars.warm_up_later()
+        assert loaded.wait(TIMEOUT)
+        assert wait_until_done(grammars, regex("a")).failure is None
+    assert len(num_loads) == 1
+
+
+def test_worker_grammars_of_a_tokenizer_that_does_not_fit_refuse_every_grammar() -> None:
+    def load() -> GrammarCompiler:
+        raise CheckpointError("an unknown tokenizer")
+
+    with worker_grammars(SlowCompiler(), load) as grammars:
+        failure = wait_until_done(grammars, regex("a")).failure
+        assert failure is not None and failure.is_user_error and failure.message == "an unknown tokenizer"
+
+
+def test_grammar_cache_keeps_the_last_used_within_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MAX_GRAMMARS", 3)
+    monkeypatch.setattr(cache, "MAX_SOURCE_BYTES", 10)
+    outcome = Failure.noticed("refused")
+    kept, made, large = GrammarCache(), [regex(str(number)) for number in range(4)], regex("x" * 9)
+    for grammar in made[:3]:
+        kept.put(grammar, outcome)
+    assert kept.find(made[0]) is outcome
+    kept.put(made[3], outcome)
+    assert [kept.find(grammar) is outcome for grammar in made] == [True, False, True, True]
+    kept.put(large, outcome)
+    assert [kept.find(grammar) is outcome for grammar in (*made, large)] == [False, False, False, True, True]
+    kept.put(regex("y" * 50), outcome)
+    assert len(kept) == 1 and kept.find(regex("y" * 50)) is outcome
