@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from eagleray.client.answers.blocks import AnswerText, Block, split_answer
 from eagleray.client.answers.parts import AnswerPart, Reasoning, Splitter
 from eagleray.client.answers.plan import AnswerPlan
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
@@ -31,24 +30,17 @@ class AnswerReader:
         self._reasoning: defaultdict[CompletionKey, list[str]] = defaultdict(list)
         """Text of the reasoning so far."""
 
-    def read(self, generation: Generation, delta: CompletionDelta) -> list[AnswerPart]:
-        """Return the parts that a delta completes. Deltas of one completion come in order."""
-        key = CompletionKey(generation.index, delta.index)
+    def read(self, generation: Generation, part: CompletionDelta | CompletionOutput) -> list[AnswerPart]:
+        """Return the parts that a delta completes, or those of a whole completion. Deltas come in order."""
+        key = CompletionKey(generation.index, part.index)
         splitter = self._splitters.get(key)
         if splitter is None:
             splitter = self._splitters[key] = self._plan.splitter(self.prompts[generation.index])
-        parts = splitter.push(delta.text)
-        if delta.finish_reason is not None:
+        parts = splitter.push(part.text)
+        if part.finish_reason is not None:
             parts = [*parts, *splitter.finish()]
-        self._reasoning[key] += [part.text for part in parts if isinstance(part, Reasoning)]
+        self._reasoning[key] += [found.text for found in parts if isinstance(found, Reasoning)]
         return parts
-
-    def blocks(self, generation: Generation, output: CompletionOutput) -> list[Block]:
-        """Return the blocks of a whole answer."""
-        blocks = split_answer(self._plan, self.prompts[generation.index], output.text)
-        texts = [block.text for block in blocks if isinstance(block, AnswerText) and block.kind is Reasoning]
-        self._reasoning[CompletionKey(generation.index, output.index)] = texts
-        return blocks
 
     async def count_reasoning(self, usage: Usage, processor: TextProcessor) -> None:
         """Put the number of tokens of all reasoning that was read into the usage, if reasoning is divided off."""

@@ -7,35 +7,29 @@ The conversation is brought into the form of chat templates; from there on it is
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from eagleray.client.answers.requested_tools import RequestedTools
 from eagleray.client.outputs import CompletionDelta
 from eagleray.client.preprocess import Prompt
 from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.messages.sampling import SamplingParams
+from eagleray.server.answers import AnswerReader
 from eagleray.server.body import Reasons, field_names
 from eagleray.server.chat_messages import check_template_fields, render_chat
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import ErrorForm
-from eagleray.server.field_fates import TOOL_CALLS, Fate
+from eagleray.server.field_fates import Fate
 from eagleray.server.generation import Generation, Usage
 from eagleray.server.generation_route import GenerationFields, ParsedRequest
 from eagleray.server.http_responses import json_response, unless_disconnected
-from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
 from eagleray.server.service import Service
-
-
-def check_no_calls(tools: Any, tool_choice: Any, given: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedParameter` unless the answer is a text for certain. `given`: the fields about tools by name."""
-    if tool_choice != "none" and (tools or tool_choice not in (None, "auto")):
-        names = [name for name, value in given.items() if value not in (None, [])]
-        raise unsupported_feature(TOOL_CALLS, names or ["tool_choice"])
 
 
 class CountFields(Protocol):
@@ -54,7 +48,7 @@ class Conversation:
     """Messages in the form of chat templates, with the fields that determine how they become a prompt."""
 
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
@@ -75,10 +69,14 @@ class Conversation:
 
 
 class ParsedConversation(ParsedRequest[Body, Chunk]):
-    """A request for one answer, which is a text."""
+    """A request for one answer."""
 
     logprobs_type = ChatLogprobs
     has_named_events = True
+
+    def __init__(self, service: Service, body: Body, request: Request) -> None:
+        super().__init__(service, body, request)
+        self._reader = AnswerReader(self.plan)
 
     @property
     def _counted(self) -> Usage:
@@ -91,12 +89,12 @@ class ParsedConversation(ParsedRequest[Body, Chunk]):
         """Raise `InvalidRequest` for messages that have no counterpart here."""
 
     @abc.abstractmethod
-    def _check_tools(self) -> None:
-        """Raise `UnsupportedParameter` if the answer may have to be a tool call."""
+    def _requested_tools(self) -> RequestedTools:
+        """Return the tools of the body. Raises `InvalidRequest`."""
 
     def _check_features(self, reasons: Reasons) -> None:
         with reasons.collecting():
-            self._check_tools()
+            self.plan = self.service.plan_answers(self._requested_tools())
         with reasons.collecting(), field_names(self.field_names):
             self._conversation = self._make_conversation()
             self._conversation.check(self.service)
@@ -111,6 +109,7 @@ class ParsedConversation(ParsedRequest[Body, Chunk]):
 
     async def make_prompts(self) -> list[Prompt]:
         text = await self._conversation.render(self.service)
+        self._reader.prompts.append(text)
         return [await self.service.encode_prompt(text, self._conversation, add_special_tokens=False)]
 
     def _logprobs(self, generation: Generation, delta: CompletionDelta) -> ChatLogprobs:
@@ -119,9 +118,6 @@ class ParsedConversation(ParsedRequest[Body, Chunk]):
 
     def _shown_usage(self) -> tuple[bool, bool]:
         return True, True
-
-    def _is_empty(self, delta: CompletionDelta) -> bool:
-        return not (delta.text or delta.logprobs)
 
 
 class TokenCountRoute(abc.ABC, Generic[CountBody]):

@@ -47,7 +47,6 @@ def refused(feature: Feature, *off: Any, equal_to: str = "") -> Fate:
 STRUCTURED_OUTPUTS = Feature(
     "structured outputs by this name", "use `response_format` or `structured_outputs` of /v1/chat/completions"
 )
-TOOL_CALLS = Feature("tool calls", "leave them out, or give `tool_choice` none for an answer in text")
 BEAM_SEARCH = Feature("beam search", "leave it out; `n` with a temperature gives several completions")
 BEST_OF = Feature("a choice of the best of several completions", "give it the value of `n`, or leave it out")
 SEVERAL_ANSWERS = Feature("several answers", "send several requests, or use /v1/chat/completions")

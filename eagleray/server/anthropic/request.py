@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from eagleray.messages.sampling import MAX_STOP_STRINGS
 from eagleray.server.anthropic.history import AnthropicMessages, SystemText
-from eagleray.server.chat_messages import TemplateVariables
+from eagleray.server.chat_messages import TemplateVariables, Tools
 from eagleray.server.field_fates import (
     ACCEPTED,
     COMMON,
     NO_REASONING,
     SEVERAL_ANSWERS,
-    STRUCTURED_OUTPUTS,
     Fate,
     Feature,
     ignored,
@@ -26,12 +25,24 @@ from eagleray.server.fields import CacheSalt, ModelName, Priority, RequestId, Se
 
 
 class ThinkingOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Annotated[str, Meta(description="disabled: separate thinking is not supported.")]
+    type: Annotated[str, Meta(description="disabled, or else a separation of the thinking.")]
     budget_tokens: Annotated[int | None, Meta(description="No effect.")] = None
     display: Annotated[str | None, Meta(description="No effect.")] = None
 
 
+class ToolChoiceOptions(msgspec.Struct, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: Annotated[str | None, Meta(description="With the type tool.")] = None
+    disable_parallel_tool_use: Annotated[bool | None, Meta(description="An answer has at most one call.")] = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = msgspec.field(name="schema")
+
+
 class OutputOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    format: Annotated[OutputFormat | None, Meta(description="Form of the text of the answer.")] = None
     effort: Annotated[str | None, Meta(description="Given to the chat template as `reasoning_effort`.")] = None
 
 
@@ -43,13 +54,13 @@ class AnthropicRequest(msgspec.Struct, kw_only=True):
     system: SystemText = None
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
-    tools: Annotated[list[dict[str, Any]] | None, Meta(description="Given to the chat template.")] = None
-    tool_choice: dict[str, Any] | None = None
+    tools: Tools = None
+    tool_choice: ToolChoiceOptions | None = None
     chat_template_kwargs: TemplateVariables = None
 
 
 class MessagesRequest(AnthropicRequest, kw_only=True, forbid_unknown_fields=True):
-    """Answer in a conversation. Tools only with the `tool_choice` none: tool calls are not supported."""
+    """Answer in a conversation."""
 
     max_tokens: Annotated[int, Meta(extra_json_schema={"minimum": 1})]
     stream: bool | None = None
@@ -74,11 +85,11 @@ class CountTokensRequest(AnthropicRequest, kw_only=True, forbid_unknown_fields=T
 
 SERVER_TOOLS = Feature("tools that the server runs", "leave it out")
 OPENAI_STOP = Feature("a field of this name here", "call it `stop_sequences`")
+OLDER_FORMAT = Feature("a field of this name here", "call it `output_config.format`")
 CONTAINERS = Feature("containers for code", "leave it out")
 
 COUNT_FATES: Mapping[str, Fate] = {
-    "output_config.format": refused(STRUCTURED_OUTPUTS),
-    "output_format": refused(STRUCTURED_OUTPUTS),
+    "output_format": refused(OLDER_FORMAT),
     "mcp_servers": refused(SERVER_TOOLS, []),
     "container": refused(CONTAINERS),
     **dict.fromkeys(("cache_control", "betas", "diagnostics", "user_profile_id"), ACCEPTED),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -10,12 +10,26 @@ from msgspec import UNSET, UnsetType
 from eagleray.server.anthropic.errors import AnthropicErrorEvent
 from eagleray.server.generation import Usage, WeightVersionsField
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class TextBlock(msgspec.Struct, kw_only=True):
-    type: Literal["text"] = "text"
+class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     text: str
+
+
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str
+    """Id of the message. It is not looked at in a later request."""
+
+
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class AnthropicUsage(msgspec.Struct, kw_only=True):
@@ -34,7 +48,7 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[ContentBlock]
     stop_reason: StopReason | None = None
     """None before the end, and for an answer that the server's control calls ended."""
     stop_sequence: str | None = None
@@ -47,26 +61,41 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 
 class ContentBlockStart(msgspec.Struct, kw_only=True, tag_field="type", tag="content_block_start"):
-    index: int = 0
-    content_block: TextBlock
+    index: int
+    content_block: ContentBlock
 
 
 class Ping(msgspec.Struct, tag_field="type", tag="ping"):
     """An event without content."""
 
 
-class TextDelta(msgspec.Struct, kw_only=True):
-    type: Literal["text_delta"] = "text_delta"
+class TextDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="text_delta"):
     text: str
 
 
+class ThinkingDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="signature_delta"):
+    """The end of a thinking block."""
+
+    signature: str
+
+
+class InputJsonDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="input_json_delta"):
+    """More of the text of a tool's input."""
+
+    partial_json: str
+
+
 class ContentBlockDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="content_block_delta"):
-    index: int = 0
-    delta: TextDelta
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class ContentBlockStop(msgspec.Struct, kw_only=True, tag_field="type", tag="content_block_stop"):
-    index: int = 0
+    index: int
 
 
 class StopDelta(msgspec.Struct, kw_only=True):

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from starlette.requests import Request
+
+from eagleray.client.answers.requested_tools import (
+    ANTHROPIC_TOOLS,
+    OfferedTools,
+    RequestedTools,
+    choose_tool,
+    choose_tools,
+    read_tools,
+)
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.structured_outputs import StructuredOutputsParams
+from eagleray.server.anthropic.content_blocks import ContentBlocks
 from eagleray.server.anthropic.errors import ANTHROPIC_ERRORS, AnthropicErrorEvent, to_anthropic_error
 from eagleray.server.anthropic.history import continues_last_message, template_messages
 from eagleray.server.anthropic.request import (
@@ -16,25 +28,22 @@ from eagleray.server.anthropic.request import (
     AnthropicRequest,
     CountTokensRequest,
     MessagesRequest,
+    ToolChoiceOptions,
 )
 from eagleray.server.anthropic.response import (
     AnthropicMessage,
     AnyMessageEvent,
-    ContentBlockDelta,
-    ContentBlockStart,
-    ContentBlockStop,
+    ContentBlock,
     MessageDelta,
     MessageStart,
     MessageStop,
     Ping,
     StopDelta,
-    TextBlock,
-    TextDelta,
     TokenCount,
     anthropic_usage,
 )
 from eagleray.server.body import Reasons
-from eagleray.server.conversation_route import Conversation, ParsedConversation, TokenCountRoute, check_no_calls
+from eagleray.server.conversation_route import Conversation, ParsedConversation, TokenCountRoute
 from eagleray.server.error_responses import HttpError
 from eagleray.server.field_fates import REASONING
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
@@ -55,93 +64,110 @@ class ParsedMessages(ParsedConversation[MessagesRequest, AnyMessageEvent]):
     field_names = FIELD_NAMES
     id_prefix = "msg_"
 
+    def __init__(self, service: Service, body: MessagesRequest, request: Request) -> None:
+        super().__init__(service, body, request)
+        self._blocks = ContentBlocks(self.id, self.plan.make_call_id)
+
     def _check_features(self, reasons: Reasons) -> None:
         super()._check_features(reasons)
         thinking = self.body.thinking
-        if thinking is not None and thinking.type != "disabled":
+        if thinking is not None and thinking.type != "disabled" and self.plan.reasoning is None:
             reasons.found.append(unsupported_feature(REASONING, ["thinking"]))
 
-    def _check_tools(self) -> None:
-        tools, choice = self.body.tools, self.body.tool_choice
-        kind = None if choice is None else choice.get("type")
-        check_no_calls(tools, kind, {"tools": tools, "tool_choice": choice})
+    def _requested_tools(self) -> RequestedTools:
+        offered, choice = read_tools(self.body.tools, ANTHROPIC_TOOLS), self.body.tool_choice or ToolChoiceOptions()
+        is_parallel = not choice.disable_parallel_tool_use
+        if choice.type == "tool":
+            return choose_tool(offered, choice.name or "", "tool_choice.name", is_parallel=is_parallel)
+        return choose_tools(offered, "required" if choice.type == "any" else choice.type, is_parallel=is_parallel)
 
     def _make_conversation(self) -> Conversation:
-        return to_conversation(self.service, self.body)
+        return to_conversation(self.service, self.body, self.plan.requested.offered)
 
     def _sampling_params(self) -> SamplingParams:
         return self._merge_answer(self.body.max_tokens, stop=self.body.stop_sequences)
 
+    def _content_constraint(self) -> StructuredOutputsParams | None:
+        form = None if self.body.output_config is None else self.body.output_config.format
+        return None if form is None else StructuredOutputsParams(json=form.schema_)
+
+    # A whole answer is made of the same parts as a stream.
+
     async def _choice(self, generation: Generation, output: CompletionOutput, logprobs: Any) -> CompletionOutput:
+        list(self._blocks.push(self._reader.read(generation, output)))
+        list(self._close_blocks())
         return output
 
     async def _response(self, group: GenerationGroup, choices: list[CompletionOutput]) -> AnthropicMessage:
         (output,) = choices
-        end, message = _end(output), self._message([TextBlock(text=output.text)])
+        end, message = self._end(output), self._message(self._blocks.blocks)
         message.stop_reason, message.stop_sequence = end.stop_reason, end.stop_sequence
         message.weight_versions = end.weight_versions
         return message
 
     async def _first_chunks(self, generation: Generation, delta: CompletionDelta) -> AsyncIterator[AnyMessageEvent]:
         yield MessageStart(self._message([]))
-        yield ContentBlockStart(content_block=TextBlock(text=""))
+        if not self.plan.is_divided:
+            for event in self._blocks.open_text():
+                yield event
         yield Ping()
         for event in self._chunks(generation, delta):
             yield event
 
-    def _chunks(self, generation: Generation, delta: CompletionDelta) -> list[AnyMessageEvent]:
-        return [] if self._is_empty(delta) else [self._chunk(generation, delta)]
+    def _chunks(self, generation: Generation, delta: CompletionDelta) -> Iterator[AnyMessageEvent]:
+        return self._blocks.push(self._reader.read(generation, delta))
 
-    def _chunk(self, generation: Generation, delta: CompletionDelta) -> AnyMessageEvent:
-        return ContentBlockDelta(delta=TextDelta(text=delta.text))
+    def _close_blocks(self) -> Iterator[AnyMessageEvent]:
+        if not self.plan.is_divided:
+            yield from self._blocks.open_text()  # also if there is no text
+        yield from self._blocks.close()
 
     async def _last_chunks(self, group: GenerationGroup) -> AsyncIterator[AnyMessageEvent]:
         (generation,) = group.generations
-        yield ContentBlockStop()
+        for event in self._close_blocks():
+            yield event
         yield self._make_chunk((await generation.output()).outputs)
         yield MessageStop()
 
     def _make_chunk(self, choices: list[CompletionOutput]) -> AnyMessageEvent:
-        return MessageDelta(delta=_end(choices[0]), usage=anthropic_usage(self._counted))
+        return MessageDelta(delta=self._end(choices[0]), usage=anthropic_usage(self._counted))
 
     def error_event(self, error: HttpError) -> AnthropicErrorEvent:
         return to_anthropic_error(error)
 
-    def _message(self, content: list[TextBlock]) -> AnthropicMessage:
+    def _message(self, content: list[ContentBlock]) -> AnthropicMessage:
         usage = anthropic_usage(self._counted)
         return AnthropicMessage(id=self.id, model=self.model_name, content=content, usage=usage)
 
+    def _end(self, output: CompletionOutput) -> StopDelta:
+        """Return why an answer ended."""
+        end = StopDelta(stop_reason="end_turn", stop_sequence=None, weight_versions=weight_versions(output))
+        if output.finish_reason is FinishReason.LENGTH:
+            end.stop_reason = "max_tokens"
+        elif output.finish_reason is FinishReason.ABORT:
+            end.stop_reason = None
+        elif isinstance(output.stop_reason, str):
+            end.stop_reason, end.stop_sequence = "stop_sequence", output.stop_reason
+        elif self._blocks.has_calls:
+            end.stop_reason = "tool_use"
+        return end
 
-def _end(output: CompletionOutput) -> StopDelta:
-    """Return why an answer ended."""
-    end = StopDelta(stop_reason="end_turn", stop_sequence=None, weight_versions=weight_versions(output))
-    if output.finish_reason is FinishReason.LENGTH:
-        end.stop_reason = "max_tokens"
-    elif output.finish_reason is FinishReason.ABORT:
-        end.stop_reason = None
-    elif isinstance(output.stop_reason, str):
-        end.stop_reason, end.stop_sequence = "stop_sequence", output.stop_reason
-    return end
 
-
-def to_conversation(service: Service, body: AnthropicRequest) -> Conversation:
+def to_conversation(service: Service, body: AnthropicRequest, offered: OfferedTools) -> Conversation:
     """Return the conversation of a body. Raises `InvalidRequest` for messages that have no counterpart here."""
     service.text.check_num_messages(len(body.messages))
     effort = None if body.output_config is None else body.output_config.effort
-    is_off = body.thinking is not None and body.thinking.type == "disabled"
+    thinking = None if body.thinking is None else body.thinking.type
+    variables = body.chat_template_kwargs
+    if thinking not in (None, "disabled"):
+        variables = {"enable_thinking": True, **(variables or {})}
     return Conversation(
         messages=template_messages(body.system, body.messages),
-        tools=[_template_tool(tool) for tool in body.tools or ()],
-        reasoning_effort="none" if is_off else effort,
-        chat_template_kwargs=body.chat_template_kwargs,
+        tools=offered.shown,
+        reasoning_effort="none" if thinking == "disabled" else effort,
+        chat_template_kwargs=variables,
         continue_final_message=continues_last_message(body.messages),
     )
-
-
-def _template_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool in the form of chat templates."""
-    names = {"name": "name", "description": "description", "input_schema": "parameters"}
-    return {"type": "function", "function": {names[name]: value for name, value in tool.items() if name in names}}
 
 
 class CountTokensRoute(TokenCountRoute[CountTokensRequest]):
@@ -154,4 +180,4 @@ class CountTokensRoute(TokenCountRoute[CountTokensRequest]):
     field_names = FIELD_NAMES
 
     def _make_conversation(self, body: CountTokensRequest) -> Conversation:
-        return to_conversation(self._service, body)
+        return to_conversation(self._service, body, read_tools(body.tools, ANTHROPIC_TOOLS))

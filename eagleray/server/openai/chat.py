@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, TypeVar
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
-from eagleray.client.answers.blocks import ToolCall, text_of
 from eagleray.client.answers.parts import AnswerPart, CallArguments, CallBegin, Content, Reasoning
 from eagleray.client.answers.requested_tools import CHAT_TOOLS, choose_tools, read_tools
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
@@ -28,7 +28,6 @@ from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
 from eagleray.server.openai.requests import ChatFields, ChatRequest
 from eagleray.server.openai.responses import (
-    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -170,20 +169,15 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
         return generation.index * self.task.params.n + part.index
 
     def _message(self, generation: Generation, output: CompletionOutput) -> ChatMessage:
-        blocks = self._reader.blocks(generation, output)
-        content, calls = text_of(blocks, Content), [block for block in blocks if isinstance(block, ToolCall)]
-        reasoning = text_of(blocks, Reasoning)
-        has_others = reasoning is not None or bool(calls)
-        message = ChatMessage(role=self._role(generation), content=self._echo(generation) + (content or ""))
-        if has_others:
-            message.content = message.content or None
-        if reasoning is not None and self._shows_reasoning:
-            message.reasoning = message.reasoning_content = reasoning
-        if calls:
-            message.tool_calls = [
-                ChatToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
-                for call in calls
-            ]
+        whole = self._delta(self._choice_index(generation, output), self._reader.read(generation, output))
+        content = self._echo(generation) + (whole.content or "")
+        message = ChatMessage(role=self._role(generation), content=content)
+        if whole.reasoning:
+            message.reasoning = message.reasoning_content = whole.reasoning
+        if whole.tool_calls:
+            message.tool_calls = msgspec.convert(whole.tool_calls, list[ChatToolCall], from_attributes=True)
+        if whole.content is UNSET and self.plan.is_divided:
+            message.content = content or None
         return message
 
     @property

@@ -197,9 +197,16 @@ def test_messages_beginning_of_the_answer_is_continued(api):
         ({"stop_sequences": "x"}, "`stop_sequences`"),
         ({"stop": ["x"]}, "call it `stop_sequences`"),
         ({"tools": [TOOL]}, "does not support tool calls (`tools`)"),
-        ({"tool_choice": {"type": "any"}}, "does not support tool calls (`tool_choice`)"),
+        ({"tool_choice": {"type": "any"}}, "`tool_choice` is required, but the request has no `tools`"),
+        ({"tool_choice": {"type": "some"}}, "`tool_choice.type`"),
+        ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "`tool_choice.name` is 'g'"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "`tools[0].type` is 'web_search_20250305'",
+        ),
+        ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "`tools[0].input_schema`"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "(`thinking`)"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "(`output_config.format`)"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "`output_config.format.type`"),
         ({"mcp_servers": [{}]}, "(`mcp_servers`)"),
     ],
 )

@@ -269,9 +269,10 @@ def test_responses_effort_reaches_the_template(api):
         ({"top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
         ({"metadata": {"a": 1}}, "metadata[...]", "str"),
         ({"tools": [TOOL]}, "tools", "tool calls"),
-        ({"tool_choice": "required"}, "tool_choice", "tool calls"),
-        ({"tool_choice": ""}, "tool_choice", "tool calls"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format", "structured outputs"),
+        ({"tool_choice": "required"}, "tool_choice", "no `tools`"),
+        ({"tool_choice": ""}, "tool_choice", "must be none, auto"),
+        ({"text": {"format": {"type": "json"}}}, "text.format.type", "json_object"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "needs a `schema`"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"conversation": "conv_1"}, "conversation", "send the whole conversation"),
         ({"background": True}, "background", "in the background"),
@@ -365,7 +366,8 @@ def test_input_tokens_equal_the_prompt(api):
         ({"input": "hello " * 10**6}, "input"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "json"}}}, "text.format.type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ],
 )
 def test_input_tokens_wrong_field_is_refused_by_name(api, body, param):

@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import MAX_STOP_STRINGS
+from eagleray.messages.structured_outputs import StructuredOutputsParams
 from eagleray.server.chat_messages import ReasoningEffort, TemplateVariables, ToolChoiceField, Tools
 from eagleray.server.field_fates import (
     ACCEPTED,
@@ -16,7 +18,6 @@ from eagleray.server.field_fates import (
     MEDIA,
     NO_REASONING,
     SEVERAL_ANSWERS,
-    STRUCTURED_OUTPUTS,
     UNCONSTRAINED,
     Fate,
     Feature,
@@ -41,11 +42,24 @@ OUTPUT_LOGPROBS = "message.output_text.logprobs"
 
 class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     effort: ReasoningEffort = None
-    summary: Annotated[str | None, Meta(description="No effect: reasoning is a part of the text.")] = None
+    summary: Annotated[str | None, Meta(description="No effect: reasoning is shown as it is.")] = None
     generate_summary: Annotated[str | None, Meta(description="Older name of `summary`.")] = None
 
 
+class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Form of the text of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Meta(description="With the type json_schema.")] = msgspec.field(
+        default=None, name="schema"
+    )
+    description: str | None = None
+    strict: Annotated[bool | None, Meta(description="No effect: every answer follows its schema.")] = None
+
+
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    format: TextFormat | None = None
     verbosity: Annotated[str | None, Meta(description="No effect.")] = None
 
 
@@ -59,7 +73,9 @@ class ResponsesInput(msgspec.Struct, kw_only=True):
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[dict[str, Any]] | None, Meta(description="Given to the chat template.")] = None
     tool_choice: Annotated[Any, Meta(description="No effect on the prompt.")] = None
-    parallel_tool_calls: Annotated[bool | None, Meta(description="No effect.")] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="Default true: an answer may call several tools.")] = (
+        None
+    )
     chat_template_kwargs: TemplateVariables = None
 
 
@@ -103,6 +119,9 @@ class ResponsesRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True)
         Literal["auto", "disabled"] | None,
         Meta(description="auto: keep the last tokens of a prompt that is too long for the model's length."),
     ] = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None, Meta(description="Constraint of the text, with the names of vLLM.")
+    ] = None
     tools: Tools = None
     tool_choice: ToolChoiceField = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Returned with the answer.")] = None
@@ -118,6 +137,21 @@ class ResponsesRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True)
         return OUTPUT_LOGPROBS in (self.include or ())
 
 
+def to_constraint(form: TextFormat | None) -> StructuredOutputsParams | None:
+    """Return the constraint that `text.format` asks for. Raises `InvalidRequest` without a schema."""
+    match form:
+        case None | TextFormat(type="text"):
+            return None
+        case TextFormat(type="json_object"):
+            return StructuredOutputsParams(json_object=True)
+    if form.schema_ is None:
+        raise InvalidRequest(
+            '`text.format` of type json_schema needs a `schema`: {"type": "json_schema", "name": …, "schema": …}',
+            param="text.format.schema",
+        )
+    return StructuredOutputsParams(json=form.schema_)
+
+
 KEPT_ANSWERS = Feature("answers that are kept", "send the whole conversation as `input`")
 BACKGROUND = Feature("answers in the background", "leave it out; `stream` shows the answer while it is made")
 PROMPT_TEMPLATES = Feature("templates of prompts that are kept", "write the prompt into `instructions` and `input`")
@@ -131,7 +165,6 @@ def _renamed(name: str) -> Feature:
 _INPUT_FATES: Mapping[str, Fate] = {
     "previous_response_id": refused(KEPT_ANSWERS),
     "conversation": refused(KEPT_ANSWERS),
-    "text.format": refused(STRUCTURED_OUTPUTS, {"type": "text"}),
 }
 
 INPUT_TOKENS_FATES: Mapping[str, Fate] = {
@@ -144,7 +177,7 @@ RESPONSES_FATES: Mapping[str, Fate] = {
     **COMMON,
     **NO_REASONING,
     **_INPUT_FATES,
-    **UNCONSTRAINED,
+    **{name: fate for name, fate in UNCONSTRAINED.items() if name != "structured_outputs"},
     "background": refused(BACKGROUND, False),
     "prompt": refused(PROMPT_TEMPLATES),
     "n": refused(SEVERAL_ANSWERS, 1),
@@ -153,7 +186,7 @@ RESPONSES_FATES: Mapping[str, Fate] = {
     "enable_response_messages": refused(RAW_MESSAGES, False),
     "previous_input_messages": refused(KEPT_ANSWERS, []),
     "media_io_kwargs": refused(MEDIA, {}),
-    # there are no tool calls to limit, and no obfuscation to switch off
+    # there are no calls of the server's own tools to limit, and no obfuscation to switch off
     **dict.fromkeys(("max_tool_calls", "stream_options", "prompt_cache_options"), ACCEPTED),
 }
 """Table of /v1/responses."""

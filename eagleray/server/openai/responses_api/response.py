@@ -17,22 +17,53 @@ ResponseState = Literal["in_progress", "completed", "incomplete", "cancelled", "
 ItemState = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputText(msgspec.Struct, kw_only=True):
-    type: Literal["output_text"] = "output_text"
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
     logprobs: list[ChatTokenLogprob] = []
 
 
-class OutputMessage(msgspec.Struct, kw_only=True):
-    """The one item of an answer."""
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """Text of an answer."""
 
     id: str
-    type: Literal["message"] = "message"
     status: ItemState
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
+    """One part; none before the event that adds it."""
     weight_versions: WeightVersionsField = UNSET
+    """Only in the last item of an answer, as in the items of other types."""
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """Reasoning before a text or a call."""
+
+    id: str
+    status: ItemState
+    summary: list[Any] = []
+    """Always empty."""
+    content: list[ReasoningText]
+    """One part; none before the event that adds it."""
+    weight_versions: WeightVersionsField = UNSET
+
+
+class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """Call of a tool."""
+
+    id: str
+    status: ItemState
+    call_id: str
+    name: str
+    arguments: str = ""
+    """A JSON object, unless the model broke it or was cut off."""
+    weight_versions: WeightVersionsField = UNSET
+
+
+AnyOutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputDetails(msgspec.Struct, kw_only=True):
@@ -41,8 +72,8 @@ class InputDetails(msgspec.Struct, kw_only=True):
 
 
 class OutputDetails(msgspec.Struct, kw_only=True):
-    reasoning_tokens: int = 0
-    """Always 0: reasoning is a part of the text."""
+    reasoning_tokens: int
+    """Tokens that the text of the reasoning has; 0 if it is a part of the answer's text."""
 
 
 class InputOutputUsage(msgspec.Struct, kw_only=True):
@@ -85,7 +116,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     max_output_tokens: int
     max_tool_calls: None = None
     model: str
-    output: list[OutputMessage]
+    output: list[AnyOutputItem]
     parallel_tool_calls: bool
     previous_response_id: None = None
     reasoning: dict[str, str | None]
@@ -132,29 +163,34 @@ class ResponseFailed(ResponseEvent, kw_only=True, tag="response.failed"):
 
 
 class OutputItemAdded(ResponseEvent, kw_only=True, tag="response.output_item.added"):
-    output_index: int = 0
-    item: OutputMessage
+    output_index: int
+    item: AnyOutputItem
 
 
 class OutputItemDone(ResponseEvent, kw_only=True, tag="response.output_item.done"):
-    output_index: int = 0
-    item: OutputMessage
+    output_index: int
+    item: AnyOutputItem
 
 
-class TextEvent(ResponseEvent, kw_only=True):
-    """An event about the text of the message."""
+class ItemEvent(ResponseEvent, kw_only=True):
+    """An event about the item of this id."""
 
     item_id: str
-    output_index: int = 0
+    output_index: int
+
+
+class TextEvent(ItemEvent, kw_only=True):
+    """An event about the text of a message or of reasoning."""
+
     content_index: int = 0
 
 
 class ContentPartAdded(TextEvent, kw_only=True, tag="response.content_part.added"):
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class ContentPartDone(TextEvent, kw_only=True, tag="response.content_part.done"):
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class OutputTextDelta(TextEvent, kw_only=True, tag="response.output_text.delta"):
@@ -167,6 +203,23 @@ class OutputTextDone(TextEvent, kw_only=True, tag="response.output_text.done"):
     logprobs: list[ChatTokenLogprob] = []
 
 
+class ReasoningTextDelta(TextEvent, kw_only=True, tag="response.reasoning_text.delta"):
+    delta: str
+
+
+class ReasoningTextDone(TextEvent, kw_only=True, tag="response.reasoning_text.done"):
+    text: str
+
+
+class FunctionArgumentsDelta(ItemEvent, kw_only=True, tag="response.function_call_arguments.delta"):
+    delta: str
+
+
+class FunctionArgumentsDone(ItemEvent, kw_only=True, tag="response.function_call_arguments.done"):
+    name: str
+    arguments: str
+
+
 AnyResponseEvent = (
     ResponseCreated
     | ResponseInProgress
@@ -174,6 +227,10 @@ AnyResponseEvent = (
     | ContentPartAdded
     | OutputTextDelta
     | OutputTextDone
+    | ReasoningTextDelta
+    | ReasoningTextDone
+    | FunctionArgumentsDelta
+    | FunctionArgumentsDone
     | ContentPartDone
     | OutputItemDone
     | ResponseCompleted

@@ -5,22 +5,31 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from eagleray.client.answers.requested_tools import (
+    RESPONSES_TOOLS,
+    OfferedTools,
+    RequestedTools,
+    choose_tools,
+    read_tools,
+)
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.errors import InvalidRequest, NotFound
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
-from eagleray.server.conversation_route import Conversation, ParsedConversation, TokenCountRoute, check_no_calls
+from eagleray.messages.structured_outputs import StructuredOutputsParams
+from eagleray.server.conversation_route import Conversation, ParsedConversation, TokenCountRoute
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import HttpError
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
-from eagleray.server.logprobs import ChatLogprobs, LogprobsCollector
+from eagleray.server.logprobs import ChatTokenLogprob, LogprobsCollector
 from eagleray.server.openai.responses_api.input_items import continues_last_item, to_messages
+from eagleray.server.openai.responses_api.output_items import OutputItems
 from eagleray.server.openai.responses_api.request import (
     INPUT_TOKENS_FATES,
     RESPONSES_FATES,
@@ -28,23 +37,17 @@ from eagleray.server.openai.responses_api.request import (
     ReasoningOptions,
     ResponsesInput,
     ResponsesRequest,
+    TextFormat,
     TextOptions,
+    to_constraint,
 )
 from eagleray.server.openai.responses_api.response import (
     AnyResponseEvent,
-    ContentPartAdded,
-    ContentPartDone,
     IncompleteReason,
     InputDetails,
     InputOutputUsage,
     InputTokenCount,
     OutputDetails,
-    OutputItemAdded,
-    OutputItemDone,
-    OutputMessage,
-    OutputText,
-    OutputTextDelta,
-    OutputTextDone,
     ResponseCompleted,
     ResponseCreated,
     ResponseFailed,
@@ -80,12 +83,19 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
     field_names = FIELD_NAMES
     id_prefix = "resp_"
 
-    def _check_tools(self) -> None:
+    def __init__(self, service: Service, body: ResponsesRequest, request: Request) -> None:
+        super().__init__(service, body, request)
+        self._next_number = itertools.count().__next__
+        """Returns the number of the next event."""
+        self._items = OutputItems(self.task.request_id, self._next_number, self.plan.make_call_id)
+
+    def _requested_tools(self) -> RequestedTools:
         body = self.body
-        check_no_calls(body.tools, body.tool_choice, {"tools": body.tools, "tool_choice": body.tool_choice})
+        offered = read_tools(body.tools, RESPONSES_TOOLS)
+        return choose_tools(offered, body.tool_choice, is_parallel=body.parallel_tool_calls)
 
     def _make_conversation(self) -> Conversation:
-        conversation = to_conversation(self.service, self.body)
+        conversation = to_conversation(self.service, self.body, self.plan.requested.offered)
         if self.body.truncation == "auto":
             conversation.truncate_prompt_tokens = self._num_kept_tokens()
         return conversation
@@ -105,71 +115,77 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
             )
         return num_logprobs if self.body.has_logprobs else None
 
-    async def _choice(self, generation: Generation, output: CompletionOutput, logprobs: Any) -> OutputMessage:
-        self._state = STATES.get(output.finish_reason, "completed")
-        text = OutputText(text=output.text)
-        if logprobs is not None:
-            text.logprobs = logprobs.content
-        return OutputMessage(
-            id=self._item_id,
-            status="completed" if self._state == "completed" else "incomplete",
-            content=[text],
-            weight_versions=weight_versions(output),
-        )
+    def _content_constraint(self) -> StructuredOutputsParams | None:
+        form = None if self.body.text is None else self.body.text.format
+        constraints = [found for found in (to_constraint(form), self.body.structured_outputs) if found is not None]
+        if len(constraints) > 1:
+            raise InvalidRequest(
+                "`text.format` and `structured_outputs` both constrain the answer: give one of them",
+                param="text.format",
+            )
+        return next(iter(constraints), None)
 
-    async def _response(self, group: GenerationGroup, choices: list[OutputMessage]) -> ResponseObject:
+    # A whole answer is made of the same parts as a stream.
+
+    async def _collect_logprobs(
+        self, generation: Generation, delta: CompletionDelta, collector: LogprobsCollector
+    ) -> None:
+        list(self._read(generation, delta))
+
+    async def _choice(self, generation: Generation, output: CompletionOutput, logprobs: Any) -> None:
+        if not self.task.has_logprobs:
+            list(self._read(generation, output))
+        list(self._finish_items(output))
+
+    async def _response(self, group: GenerationGroup, choices: list[Any]) -> ResponseObject:
         self._generation = group.generations[0]
-        self._cached_tokens = group.prompt_details.cached_tokens
-        return self._finished(choices[0])
+        return await self._finished(group)
 
     async def _first_chunks(self, generation: Generation, delta: CompletionDelta) -> AsyncIterator[AnyResponseEvent]:
         self._generation = generation
-        self._numbers = itertools.count()
-        self._collector = LogprobsCollector(ChatLogprobs, is_msgpack=False)
-        yield ResponseCreated(sequence_number=self._number(), response=self._object("in_progress"))
-        yield ResponseInProgress(sequence_number=self._number(), response=self._object("in_progress"))
-        item = OutputMessage(id=self._item_id, status="in_progress", content=[])
-        yield OutputItemAdded(sequence_number=self._number(), item=item)
-        yield ContentPartAdded(sequence_number=self._number(), item_id=self._item_id, part=OutputText(text=""))
+        yield ResponseCreated(sequence_number=self._next_number(), response=self._object("in_progress"))
+        yield ResponseInProgress(sequence_number=self._next_number(), response=self._object("in_progress"))
+        if not self.plan.is_divided:
+            for event in self._items.open_message():
+                yield event
         for event in self._chunks(generation, delta):
             yield event
 
-    def _chunks(self, generation: Generation, delta: CompletionDelta) -> list[AnyResponseEvent]:
-        return [] if self._is_empty(delta) else [self._chunk(generation, delta)]
+    def _chunks(self, generation: Generation, delta: CompletionDelta) -> Iterator[AnyResponseEvent]:
+        return self._read(generation, delta)
 
-    def _chunk(self, generation: Generation, delta: CompletionDelta) -> AnyResponseEvent:
-        event = OutputTextDelta(sequence_number=self._number(), item_id=self._item_id, delta=delta.text)
-        if delta.logprobs:
-            logprobs = self._logprobs(generation, delta)
-            self._collector.add(logprobs)
-            event.logprobs = logprobs.content
-        return event
+    def _read(self, generation: Generation, part: CompletionDelta | CompletionOutput) -> Iterator[AnyResponseEvent]:
+        """Yield the events for the text of a delta or a whole completion."""
+        logprobs: list[ChatTokenLogprob] = []
+        if isinstance(part, CompletionDelta) and part.logprobs:
+            logprobs = self._logprobs(generation, part).content
+        if self.plan.is_divided:
+            yield from self._items.push(self._reader.read(generation, part), logprobs)
+        else:
+            yield from self._items.push_undivided(part.text, logprobs)
+
+    def _finish_items(self, output: CompletionOutput) -> Iterator[AnyResponseEvent]:
+        self._state = STATES.get(output.finish_reason, "completed")
+        if not self.plan.is_divided:
+            yield from self._items.open_message()  # also if there is no text
+        is_whole = self._state == "completed"
+        yield from self._items.finish("completed" if is_whole else "incomplete", weight_versions(output))
 
     async def _last_chunks(self, group: GenerationGroup) -> AsyncIterator[AnyResponseEvent]:
-        self._cached_tokens = group.prompt_details.cached_tokens
         (output,) = (await self._generation.output()).outputs
-        item = await self._choice(
-            self._generation, output, self._collector.result() if self.task.has_logprobs else None
-        )
-        (part,) = item.content
-        name = self._item_id
-        yield OutputTextDone(sequence_number=self._number(), item_id=name, text=part.text, logprobs=part.logprobs)
-        yield ContentPartDone(sequence_number=self._number(), item_id=name, part=part)
-        yield OutputItemDone(sequence_number=self._number(), item=item)
-        yield self._make_chunk([item])
+        for event in self._finish_items(output):
+            yield event
+        yield self._make_chunk([await self._finished(group)])
 
-    def _make_chunk(self, choices: list[OutputMessage]) -> AnyResponseEvent:
-        response = self._finished(choices[0])
+    def _make_chunk(self, choices: list[ResponseObject]) -> AnyResponseEvent:
+        (response,) = choices
         kind = ResponseCompleted if response.status == "completed" else ResponseIncomplete
-        return kind(sequence_number=self._number(), response=response)
+        return kind(sequence_number=self._next_number(), response=response)
 
     def error_event(self, error: HttpError) -> ResponseFailed:
         response = self._object("failed")
         response.error = ResponseFailure(message=error.reply.error.message)
-        return ResponseFailed(sequence_number=self._number(), response=response)
-
-    def _number(self) -> int:
-        return next(self._numbers)
+        return ResponseFailed(sequence_number=self._next_number(), response=response)
 
     @property
     def _response_id(self) -> str:
@@ -177,22 +193,20 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
         name = self.task.request_id
         return name if name.startswith(self.id_prefix) else self.id
 
-    @property
-    def _item_id(self) -> str:
-        return f"msg_{self.task.request_id}"
-
-    def _finished(self, item: OutputMessage) -> ResponseObject:
+    async def _finished(self, group: GenerationGroup) -> ResponseObject:
         """Return the answer at its end."""
+        await self._reader.count_reasoning(group.usage, self.service.text)
         response = self._object(self._state)
-        response.output = [item]
+        response.output = self._items.items
         response.completed_at = int(time.time()) if self._state == "completed" else None
         response.incomplete_details = IncompleteReason("max_output_tokens") if self._state == "incomplete" else None
-        usage = self._counted
+        usage = group.usage
+        details = usage.completion_tokens_details
         response.usage = InputOutputUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputDetails(cached_tokens=self._cached_tokens),
+            input_tokens_details=InputDetails(cached_tokens=group.prompt_details.cached_tokens),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputDetails(),
+            output_tokens_details=OutputDetails(reasoning_tokens=0 if details is None else details.reasoning_tokens),
             total_tokens=usage.total_tokens,
         )
         return response
@@ -213,7 +227,7 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
             parallel_tool_calls=body.parallel_tool_calls is not False,
             reasoning={"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
             temperature=params.temperature,
-            text={"format": {"type": "text"}, "verbosity": text.verbosity or "medium"},
+            text={"format": text.format or TextFormat(type="text"), "verbosity": text.verbosity or "medium"},
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_logprobs=body.top_logprobs or 0,
@@ -226,23 +240,16 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
         )
 
 
-def to_conversation(service: Service, body: ResponsesInput) -> Conversation:
+def to_conversation(service: Service, body: ResponsesInput, offered: OfferedTools) -> Conversation:
     """Return the conversation of a body. Raises `InvalidRequest` for items that have no counterpart here."""
     service.text.check_num_messages(0 if isinstance(body.input, str) else len(body.input))
     return Conversation(
         messages=to_messages(body.instructions, body.input),
-        tools=[_template_tool(tool) for tool in body.tools or ()],
+        tools=offered.shown,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         chat_template_kwargs=body.chat_template_kwargs,
         continue_final_message=continues_last_item(body.input),
     )
-
-
-def _template_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool in the form of chat templates, which has the function in an object of its own."""
-    if tool.get("type") != "function" or "function" in tool:
-        return tool
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 class InputTokensRoute(TokenCountRoute[InputTokensRequest]):
@@ -254,7 +261,7 @@ class InputTokensRoute(TokenCountRoute[InputTokensRequest]):
     field_names = FIELD_NAMES
 
     def _make_conversation(self, body: InputTokensRequest) -> Conversation:
-        return to_conversation(self._service, body)
+        return to_conversation(self._service, body, read_tools(body.tools, RESPONSES_TOOLS))
 
 
 def kept_response_endpoints() -> list[Endpoint]:
