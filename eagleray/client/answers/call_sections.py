@@ -67,6 +67,7 @@ class SectionSplitter(CallSplitter):
 
     def _read_call(self) -> Reading[bool]:
         """Read the rest of a call. Returns whether it was one; if not, its text is in the record."""
+        yield from self.text.read_space()
         pieces: list[str] = []
         end = yield from self.text.read_until(self._header_ends, pieces.append)
         header = self.read_header("".join(pieces))

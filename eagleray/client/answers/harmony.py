@@ -58,7 +58,7 @@ class HarmonyFormat(ToolFormat):
         return all(marker in template for marker in (START, CHANNEL, MESSAGE, CALL))
 
     def splitter(self, tools: Sequence[Tool]) -> Splitter:
-        return HarmonySplitter({tool.name for tool in tools})
+        return _HarmonySplitter({tool.name for tool in tools})
 
     def constraint(self, tools: Sequence[Tool], choice: ToolChoice) -> StructuralFormat | None:
         last = [_call(tool) for tool in constrained_tools(tools, choice)]
@@ -99,12 +99,12 @@ class HarmonyReasoning:
         """Return the splitter of the whole answer. It finds calls if `rest` is one of this format, which it replaces;
         otherwise `rest` gets the content."""
         header = _open_header(prompt)
-        if isinstance(rest, HarmonySplitter):
-            return HarmonySplitter(rest.tools, header)
-        return _ContentSplitter(HarmonySplitter(None, header), rest)
+        if isinstance(rest, _HarmonySplitter):
+            return _HarmonySplitter(rest.tools, header)
+        return _ContentSplitter(_HarmonySplitter(None, header), rest)
 
 
-class HarmonySplitter(CallSplitter):
+class _HarmonySplitter(CallSplitter):
     """`tools`: names of the tools; None if calls are content. `header`: see `_open_header`."""
 
     _HEADER_BEGINS = (START, CHANNEL, CONSTRAIN, MESSAGE, "to=")

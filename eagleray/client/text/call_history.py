@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, count, islice, takewhile
+from itertools import chain, count
 from typing import Any
 
 from eagleray.client.text.template_form import MessageForm
@@ -15,7 +15,7 @@ from eagleray.client.text.template_form import MessageForm
 
 def arrange_calls(conversation: list[dict[str, Any]], form: MessageForm) -> list[dict[str, Any]]:
     """Return the conversation with calls and results in the form of the template."""
-    if not any("tool_calls" in message for message in conversation):
+    if not any(_calls(message) for message in conversation):
         return conversation
     _name_results(conversation)
     if form.has_function_ids:
@@ -58,11 +58,11 @@ def _exchanges(conversation: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[st
     index = 0
     while index < len(conversation):
         message = conversation[index]
-        index += 1
-        following = islice(conversation, index, None) if _calls(message) else ()
-        results = list(takewhile(lambda later: later["role"] == "tool", following))
-        index += len(results)
-        yield message, results
+        index = end = index + 1
+        while _calls(message) and end < len(conversation) and conversation[end]["role"] == "tool":
+            end += 1
+        yield message, list(conversation[index:end])
+        index = end
 
 
 def _order_results(
@@ -87,7 +87,7 @@ def _order_results(
 
 def _calls(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     calls: Sequence[dict[str, Any]] = message.get("tool_calls", ())
-    return calls
+    return calls if message["role"] == "assistant" else ()
 
 
 def _id(call: Mapping[str, Any]) -> str:

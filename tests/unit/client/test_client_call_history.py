@@ -163,6 +163,17 @@ def test_render_results_without_ids_stay_behind_all_calls():
     assert render(GPT_OSS, [asks(*calls), *results]) == '<call>f{}<call>g{}<g>"1"<g>"2"'
 
 
+def test_render_calls_of_other_roles_are_passed_as_they_are():
+    messages = [{"role": "user", "content": "?", "tool_calls": 5}, asks(TIME)]
+    assert (
+        render(
+            "{% for m in messages %}{{ m.tool_calls | length if m.role == 'assistant' else m.tool_calls }}{% endfor %}",
+            messages,
+        )
+        == "51"
+    )
+
+
 def test_render_template_that_loops_over_calls_gets_them_in_one_message():
     template = (
         "{% for m in messages %}{{ m.tool_calls[0].id }}:{% for c in m.tool_calls %}{{ c.id }} {% endfor %}{% endfor %}"

@@ -41,6 +41,7 @@ def kimi(call_id: str, arguments: str) -> str:
         (f"{BEGIN}{v3('f', '{')}{END}\nB", "\nB", [("f", "{")]),
         (f"{BEGIN}{v3('f', 'x y')}", "", [("f", "x y")]),
         (v3("f", "{}"), "", [("f", "{}")]),
+        (f"{BEGIN}{CALL}\n{v3('f', '{}').removeprefix(CALL)}{END}", "", [("f", "{}")]),
         (f'{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": "b', "", [("f", '{"a": "b')]),
         (f"{BEGIN}{CALL}function{SEP}f\n```json\n{{}}\n```", "", [("f", "{}")]),
         (f"{BEGIN}{CALL}function{SEP}f\n```json\n{{}}\n```{END}B", "B", [("f", "{}")]),
