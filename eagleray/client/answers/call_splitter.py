@@ -127,19 +127,25 @@ class CallSplitter(ABC):
         return _string(pieces)
 
     def _read_arguments(self, emit: Emit, ends: JsonEnds) -> Reading[bool]:
-        """Emit the arguments of a call. Some models write the object as a JSON string: it is decoded."""
+        """Emit the arguments of a call. Some models write the object in a JSON string, which is decoded."""
         if (yield from self.text.peek()) != '"':
             return (yield from self.text.read_json(emit, ends))
         pieces: list[str] = []
         is_complete = yield from self.text.read_json(pieces.append, ends)
-        emit(_string(pieces) or "".join(pieces))
+        decoded = _string(pieces)
+        emit(decoded if decoded is not None and isinstance(_decode(decoded), dict) else "".join(pieces))
         return is_complete
 
 
 def _string(pieces: list[str]) -> str | None:
     """Decode a JSON string; None for another value."""
+    value = _decode("".join(pieces))
+    return value if isinstance(value, str) else None
+
+
+def _decode(text: str) -> object:
+    """Decode JSON; None for other texts."""
     try:
-        value = json.loads("".join(pieces), strict=False)
+        return json.loads(text, strict=False)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, str) else None

@@ -21,6 +21,8 @@ HERMES = get_tool_format("hermes")
         ('<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>', "", [("f", '{"a": [1}}')]),
         ('<tool_call>{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b')]),
         ('<tool_call>{"name": "f", {"a": 1}}</tool_call>', "", [("f", '{"a": 1}}')]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+        ('<tool_call>{"name": "f", "arguments": "Paris"}</tool_call>', "", [("f", '"Paris"')]),
         ("A\n<tool_call>f(1)</tool_call>\n", "A\n<tool_call>f(1)</tool_call>\n", []),
         (
             '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
