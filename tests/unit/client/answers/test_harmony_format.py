@@ -144,6 +144,21 @@ def test_harmony_messages_in_pieces_are_found(seed: int) -> None:
         assert split(with_reasoning(), pieces_of(text, random.choices(range(len(text)), k=num_cuts))) == whole
 
 
+PIECES = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "assistant"]
+PIECES += ["analysis", "commentary", "final", "to=functions.f", " to=bare", " json", '{"a": "', '"}', "<|", "\n", "x"]
+
+
+@settings(max_examples=40)
+@given(
+    text=st.lists(st.sampled_from(PIECES), max_size=20).map("".join),
+    cuts=st.lists(st.integers(0, 99), max_size=8),
+)
+def test_harmony_any_text_in_pieces_agrees_with_whole(text: str, cuts: list[int]) -> None:
+    whole = split(with_reasoning(), [text])
+    assert split(with_reasoning(), text) == whole
+    assert split(with_reasoning(), pieces_of(text, cuts)) == whole
+
+
 def test_harmony_tools_without_reasoning_find_the_same_parts() -> None:
     text = f"{THINK}{NEXT} to=functions.f<|message|>{{}}"
     assert split(get_tool_format("openai").splitter(TOOLS), text) == [Reasoning("Hm."), *CALL]
