@@ -61,7 +61,7 @@ class PartWriter:
     def take(self) -> list[AnswerPart]:
         """Return and forget the parts that were added since the last time, joined where the kind is the same."""
         parts, self._parts = self._parts, []
-        return join_parts(parts)
+        return parts if len(parts) < 2 else join_parts(parts)
 
     def _flush(self) -> None:
         if self._held:

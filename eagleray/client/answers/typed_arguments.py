@@ -12,7 +12,6 @@ from eagleray.client.answers.tools import Tool
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_MOST_REFERENCES = 20
 _TYPES = {
     type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"
 }  # fmt: skip
@@ -60,22 +59,29 @@ class TypedArguments:
         self._parts.arguments("{}" if self._separator == "{" else "}")
 
 
-def types_of_schema(schema: object, root: dict[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of_schema(schema: object, root: dict[str, Any]) -> frozenset[str]:
     """Return the names of the types that a schema allows; `string` where it says nothing."""
-    if not isinstance(schema, dict) or depth > _MOST_REFERENCES:
-        return _STRING
-    named = schema.get("type", [])
-    types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if not types and isinstance(values, list):
-        types.update(_TYPES[type(value)] for value in values if type(value) in _TYPES)
-    for choice in ("anyOf", "oneOf", "allOf"):
-        schemas = schema.get(choice)
-        for part in schemas if isinstance(schemas, list) else []:
-            types.update(types_of_schema(part, root, depth + 1))
-    if "$ref" in schema:
-        types.update(types_of_schema(_referenced(schema["$ref"], root), root, depth + 1))
+    types: set[str] = set()
+    seen: set[int] = set()  # schemas may refer to themselves
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        named = part.get("type")
+        types.update(name for name in _list(named) or [named] if isinstance(name, str))
+        if named is None:
+            values = [part["const"]] if "const" in part else _list(part.get("enum"))
+            types.update(_TYPES[type(value)] for value in values if type(value) in _TYPES)
+        for choice in ("anyOf", "oneOf", "allOf"):
+            pending.extend(_list(part.get(choice)))
+        pending.append(_referenced(part.get("$ref"), root))
     return frozenset(types) or _STRING
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def to_json(text: str, types: frozenset[str]) -> str:

@@ -59,6 +59,8 @@ def written(schema: Any, value: str) -> str:
         ({"$ref": "#/$defs/Color"}, "1", '"1"'),
         ({"$ref": "#/$defs/Nothing"}, "1", '"1"'),
         ({"$ref": "#/properties/p"}, "1", '"1"'),
+        ({"anyOf": [{"$ref": "#/properties/p"}, {"$ref": "#/properties/p"}, {"type": "integer"}]}, "1", "1"),
+        ({"allOf": [{"$ref": "#/$defs/Point"}], "description": "p"}, "{}", "{}"),
     ],
 )
 def test_typed_arguments_value_becomes_json_of_its_type(schema: Any, value: str, expected: str) -> None:
