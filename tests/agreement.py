@@ -10,6 +10,7 @@ from checkpoints import SPECIAL_TOKENS
 from harness import Answer, LocalEngine, random_prompt
 
 from eagleray.messages.grammars import Grammar
+from eagleray.messages.thinking import Thinking
 
 VOCAB_SIZE = 384
 LENGTHS = (1, 7, 33, 60, 21, 90)
@@ -21,6 +22,7 @@ GRAMMARS = (
     Grammar(kind="choice", source='["yes", "no", "perhaps"]'),
 )
 END = SPECIAL_TOKENS.index("<|im_end|>")
+THINKING = Thinking(end=(9,), is_open=True, budget=5, forced_end=(8, 9), forbidden=(END,))
 OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 48,
     "max_num_seqs": 5,
@@ -33,7 +35,7 @@ OPTIONS: dict[str, Any] = {
 def answers(checkpoint: Path, **options: Any) -> dict[str, Answer]:
     """Run greedy and seeded requests with log-probabilities, more than there are rows, with prompts longer than a
     step, in a cache that is too small for all. Each grammar has a greedy completion, and a drawn one whose prompt is
-    cached in part."""
+    cached in part; one has thinking before it."""
     with LocalEngine(checkpoint, **OPTIONS, **options) as engine:
         for index, length in enumerate(LENGTHS):
             kwargs: dict[str, Any] = {"logprobs": 3}
@@ -47,7 +49,9 @@ def answers(checkpoint: Path, **options: Any) -> dict[str, Answer]:
             kwargs = {"grammar": grammar, "eos_token_ids": (END,), "max_tokens": 12, "logprobs": 2}
             engine.add(f"greedy {grammar.kind}", prompt, **kwargs)
             engine.add(f"drawn {grammar.kind}", prompt, **kwargs, temperature=1.0, seed=index)
+        engine.add("thinking", prompt, **kwargs, temperature=1.0, seed=7, thinking=THINKING)
         engine.run()
+        assert engine.answers["thinking"].token_ids[5:7] == [8, 9]
         assert engine.core.scheduler.stats().num_preemptions > 0, "the cache is too large for this test"
         return engine.answers
 

@@ -36,8 +36,8 @@ NOTHING_LEFT = (
     "or penalties made logits infinite; loosen them"
 )
 NOTHING_LEFT_BY_GRAMMAR = (
-    "no token is left to choose: the grammar of structured_outputs, allowed_token_ids, bad_words and min_tokens "
-    "together forbid every one; loosen them"
+    "no token is left to choose: structured_outputs, allowed_token_ids, bad_words, min_tokens and "
+    "thinking_token_budget together forbid every one; loosen them"
 )
 
 
