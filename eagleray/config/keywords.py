@@ -33,6 +33,7 @@ class EngineKeywords(TypedDict, total=False):
     tool_parser_plugin: str | None
     tool_strict_level: Literal["auto", "function", "parameter"] | str | None
     reasoning_parser: str | None
+    reasoning_parser_plugin: str | None
     reasoning_config: dict[str, Any] | str | None
     deterministic: bool | None
     enable_return_routed_experts: bool | None
@@ -309,7 +310,6 @@ class LLMKeywords(EngineKeywords, total=False):
     pt_load_map_location: Any
     quantization_config: Any
     ray_workers_use_nsight: bool | None
-    reasoning_parser_plugin: Any
     renderer_num_workers: Any
     replayssm_buffer_len: Any
     return_sampling_mask: bool | None

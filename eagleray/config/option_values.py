@@ -136,6 +136,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "hf_token": lambda token: "" if token is True else token or None,
     "load_format": _words(dict.fromkeys(("runai_streamer", "fastsafetensors", "instanttensor"), "safetensors")),
     "tool_parser_plugin": _words({"": None}),
+    "reasoning_parser_plugin": _words({"": None}),
     "worker_extension_cls": _words({"": None}),
     "log_level": log_level,
     "attention_backend": _attention_backend,

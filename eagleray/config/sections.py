@@ -158,9 +158,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(
             description="Format in which the model writes its reasoning, by the name of its parser in vLLM, such as "
-            "qwen3; auto: the format that the chat template shows; none: reasoning is a part of the answer."
+            "qwen3. auto: the format that the chat template shows. none: reasoning is a part of the answer. See "
+            "docs/tools.md."
         ),
     ] = "auto"
+    reasoning_parser_plugin: Annotated[
+        str | None,
+        Meta(
+            description="Python file that registers further formats of reasoning for `reasoning_parser`. It runs in "
+            "every API server. See docs/tools.md."
+        ),
+    ] = None
     reasoning_config: Annotated[
         dict[str, Any],
         Meta(

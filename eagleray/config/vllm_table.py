@@ -237,7 +237,6 @@ REFUSED = {
     "not supported yet: each step computes one token of each request": (
         "speculative_config spec_method spec_model spec_tokens"
     ),
-    "not supported yet: formats of reasoning have names (`reasoning_parser`)": "reasoning_parser_plugin",
     "not supported: /metrics lists the metrics that there are": (
         "kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details"
         " enable_layerwise_nvtx_tracing enable_per_request_metrics"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eagleray.client.answers.formats import ToolFormat
 from eagleray.client.answers.plan import AnswerFormats
-from eagleray.client.answers.plugins import load_tool_parser_plugin
+from eagleray.client.answers.plugins import load_plugin
 from eagleray.client.answers.reasoning_formats import choose_reasoning_format
 from eagleray.client.answers.tool_formats import find_tool_format, get_tool_format
 from eagleray.config.sections import ModelConfig
@@ -14,7 +14,9 @@ def choose_formats(model: ModelConfig, chat_template: str) -> AnswerFormats:
     """Return the formats for a model with this chat template. Raises `ConfigError` for an unknown name, and a plugin
     that cannot be used."""
     if model.tool_parser_plugin is not None:
-        load_tool_parser_plugin(model.tool_parser_plugin)
+        load_plugin("tool_parser_plugin", model.tool_parser_plugin)
+    if model.reasoning_parser_plugin is not None:
+        load_plugin("reasoning_parser_plugin", model.reasoning_parser_plugin)
     tools = _tool_format(model.tool_call_parser, chat_template)
     return AnswerFormats(tools, choose_reasoning_format(model, chat_template), model.tool_strict_level)
 

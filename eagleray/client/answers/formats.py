@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from eagleray.client.answers.parts import Splitter
 from eagleray.client.answers.tools import Tool, ToolChoice
@@ -45,6 +45,7 @@ class ToolFormat(ABC):
         return f"call_{secrets.token_hex(12)}"
 
 
+@runtime_checkable
 class ReasoningFormat(Protocol):
     """One format of reasoning. Stateless; a splitter has the state of one answer."""
 

@@ -10,7 +10,7 @@ from eagleray.client.answers.marked_reasoning import MarkedReasoning
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import ConfigError
 
-REASONING_FORMATS: dict[str, ReasoningFormat] = {
+_FORMATS: dict[str, ReasoningFormat] = {
     format.name: format
     for format in (
         HarmonyReasoning(),
@@ -68,11 +68,26 @@ SAME_FORMATS = {"glm47": "glm45", "holo2": "deepseek_v3", "step3": "deepseek_r1"
 """Further names of formats."""
 
 
+def register_reasoning_format(format: ReasoningFormat) -> None:
+    """Register a format under its name, in place of a format that had this name. It is tried for templates before the
+    other formats. Raises `ConfigError` for something else than a format."""
+    if not isinstance(format, ReasoningFormat):
+        raise ConfigError(f"expected a MarkedReasoning or another ReasoningFormat, but got {format!r:.100}")
+    others = {name: other for name, other in _FORMATS.items() if name != format.name}
+    _FORMATS.clear()
+    _FORMATS.update({format.name: format, **others})
+
+
+def registered_reasoning_formats() -> list[ReasoningFormat]:
+    """Return all formats, in the order in which they are tried for a template."""
+    return [*_FORMATS.values()]
+
+
 def reasoning_format(name: str) -> ReasoningFormat:
     """Return the format by one of its names. Raises `ConfigError`."""
-    found = REASONING_FORMATS.get(SAME_FORMATS.get(name, name))
+    found = _FORMATS.get(name) or _FORMATS.get(SAME_FORMATS.get(name, name))
     if found is None:
-        known = ", ".join(sorted([*REASONING_FORMATS, *SAME_FORMATS]))
+        known = ", ".join(sorted([*_FORMATS, *SAME_FORMATS]))
         raise ConfigError(f"option `reasoning_parser`: there is no format {name!r}; use auto, none or one of {known}")
     return found
 
@@ -101,4 +116,4 @@ def choose_reasoning_format(model: ModelConfig, template: str) -> ReasoningForma
 
 def find_reasoning_format(template: str) -> ReasoningFormat | None:
     """Return the format that a chat template shows; None if it shows no reasoning."""
-    return next((format for format in REASONING_FORMATS.values() if format.fits_template(template)), None)
+    return next((format for format in _FORMATS.values() if format.fits_template(template)), None)

@@ -32,6 +32,7 @@ NO_ACTION_BY_DEFAULT = {
     "all2all_backend",
     "anthropic_disabled_thinking_effort",
     "fingerprint_mode",
+    "reasoning_parser_plugin",
     "tool_parser_plugin",
     "worker_extension_cls",
 }

@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 from eagleray.client.answers.marked_reasoning import TURN_MARKER, MarkedReasoning
 from eagleray.client.answers.parts import AnswerPart, Content, Reasoning, Splitter
-from eagleray.client.answers.reasoning_formats import REASONING_FORMATS, find_reasoning_format, reasoning_format
+from eagleray.client.answers.reasoning_formats import (
+    find_reasoning_format,
+    reasoning_format,
+    registered_reasoning_formats,
+)
 from eagleray.client.text.chat_template import ChatTemplate
 from eagleray.errors import ConfigError
 
-MARKED = [format for format in REASONING_FORMATS.values() if isinstance(format, MarkedReasoning)]
+MARKED = [format for format in registered_reasoning_formats() if isinstance(format, MarkedReasoning)]
 CHATML = "<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -1,4 +1,4 @@
-"""Formats of tool calls from files of the user."""
+"""Formats of tool calls and of reasoning from files of the user."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from answer_checks import answer_of, split_whole
 
-from eagleray.client.answers import tool_formats
+from eagleray.client.answers import reasoning_formats, tool_formats
 from eagleray.client.answers.choose import choose_formats
-from eagleray.client.answers.plugins import load_tool_parser_plugin
+from eagleray.client.answers.plugins import load_plugin
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import ConfigError
 
@@ -46,7 +46,8 @@ register_tool_format(AtFormat())
 @pytest.fixture(autouse=True)
 def own_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Formats that a test registers are forgotten after it."""
-    monkeypatch.setattr(tool_formats, "_FORMATS", dict(tool_formats._FORMATS))
+    for module in (tool_formats, reasoning_formats):
+        monkeypatch.setattr(module, "_FORMATS", dict(module._FORMATS))
 
 
 def write(directory: Path, text: str, name: str = "plugin.py") -> str:
@@ -84,14 +85,43 @@ def test_plugin_format_of_user_is_found_and_splits(tmp_path: Path) -> None:
 )
 def test_plugin_broken_file_is_refused_with_reason(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_tool_parser_plugin(write(tmp_path, text))
+        load_plugin("tool_parser_plugin", write(tmp_path, text))
 
 
 def test_plugin_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected a Python file \(.py\), but got .*plugin.txt"):
-        load_tool_parser_plugin(write(tmp_path, PLUGIN, "plugin.txt"))
+        load_plugin("tool_parser_plugin", write(tmp_path, PLUGIN, "plugin.txt"))
 
 
 def test_plugin_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no file .*nothing.py"):
-        load_tool_parser_plugin(str(tmp_path / "nothing.py"))
+        load_plugin("tool_parser_plugin", str(tmp_path / "nothing.py"))
+
+
+REASONING_PLUGIN = """
+from eagleray.client.answers.marked_reasoning import MarkedReasoning
+from eagleray.client.answers.reasoning_formats import register_reasoning_format
+
+FORMAT = MarkedReasoning(name="muse", start="<muse>", end="</muse>", template_markers=("<muse>",))
+register_reasoning_format(FORMAT)
+"""
+
+
+def test_plugin_format_of_reasoning_is_found_before_others(tmp_path: Path) -> None:
+    path = write(tmp_path, REASONING_PLUGIN)
+    found = choose_formats(ModelConfig(reasoning_parser_plugin=path, reasoning_parser="muse"), "").reasoning
+    assert found is not None
+    assert found.begins_reasoning("<muse>")
+    assert choose_formats(ModelConfig(reasoning_parser_plugin=path), "<muse><think></think>").reasoning is found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "registers no format: it has to call `register_reasoning_format`"),
+        (REASONING_PLUGIN.replace("(FORMAT)", "([FORMAT])"), "expected a MarkedReasoning or another ReasoningFormat"),
+    ],
+)
+def test_plugin_of_reasoning_without_a_format_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"option `reasoning_parser_plugin`: .*" + message):
+        load_plugin("reasoning_parser_plugin", write(tmp_path, text))
