@@ -71,8 +71,10 @@ class GrammarRows:
 
     def select(self, rows: IntArray) -> MatchedRows | None:
         """Return those of `rows` [n] that have a grammar, or None if none has."""
-        matchers = {row: matcher for row in rows.tolist() if (matcher := self._matchers.get(row)) is not None}
-        return MatchedRows(np.flatnonzero(np.isin(rows, list(matchers))), matchers) if matchers else None
+        found = [(index, row) for index, row in enumerate(rows.tolist()) if row in self._matchers]
+        if not found:
+            return None
+        return MatchedRows(np.array([index for index, _ in found]), {row: self._matchers[row] for _, row in found})
 
     def begin_masks(self, rows: MatchedRows) -> PendingMasks:
         """Begin to compute the masks of `rows`, whose matchers must have accepted all tokens before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from checkpoints import make_checkpoint
 from fake_device import ArgmaxSampler, FakeDevice, use_fake_device
 from harness import Answer, LocalEngine, random_prompt
 from no_host_reads import no_host_reads
-from random_grammars import grammar_rows, random_grammar, worker_grammars
+from random_grammars import RandomMatcher, grammar_rows, random_grammar, worker_grammars
 
 from eagleray.errors import ChannelClosed
 from eagleray.executor.in_process import InProcessGroup
 from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.kv_cache import KVCache
+from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Ended
@@ -29,11 +31,14 @@ from eagleray.models.registry import load_model
 from eagleray.worker.grammar_rows import GrammarRows
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.runner import Runner
+from eagleray.worker.sampler import HostSampler
+from eagleray.worker.sampling_state import SamplingState
 from eagleray.worker.startup import sampler_of
 from eagleray.worker.worker import serve
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 4, 64, 384
+WAIT_SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +167,31 @@ def test_runner_waits_only_for_tokens_before_a_grammar_and_after_the_launch_of_t
     assert waits_at_end == [0, 0, 1, 2, 3, 4, 4]
     assert waits_at_launch == [0, 0, 0, 1, 2, 3, 4]
     assert num_pending == [1, 2, 2, 1, 1, 1, 2], "no step is waited for without need"
+
+
+def test_runner_masks_of_cpus_are_computed_beside_the_pass(checkpoint, monkeypatch):
+    """Neither the mask nor the pass ends before the other has begun."""
+    mask_begins, pass_begins = threading.Event(), threading.Event()
+    rows = grammar_rows(VOCAB_SIZE)
+    runner = make_runner(checkpoint, FakeDevice())
+    state = SamplingState(num_rows=4, vocab_size=VOCAB_SIZE, device=CPU)
+    runner._sampler = HostSampler(state, Ranking(), grammars=rows)
+    fill_mask, forward = RandomMatcher.fill_mask, runner._model.forward
+
+    def fill(self: RandomMatcher, mask: np.ndarray) -> None:
+        mask_begins.set()
+        assert pass_begins.wait(WAIT_SECONDS), "the pass begins after the masks"
+        fill_mask(self, mask)
+
+    def run_pass(*args: Any) -> torch.Tensor:
+        pass_begins.set()
+        assert mask_begins.wait(WAIT_SECONDS), "the masks begin after the pass"
+        return forward(*args)
+
+    monkeypatch.setattr(RandomMatcher, "fill_mask", fill)
+    monkeypatch.setattr(runner._model, "forward", run_pass)
+    result = runner.finish(runner.begin(plan(0, {0: 2}, new_row(0, [1, 2], grammar=random_grammar("a")))))
+    assert len(result.rows) == 1 and not result.failures
 
 
 def test_runner_step_that_samples_nothing_is_done_when_the_device_has_computed_it(checkpoint):
