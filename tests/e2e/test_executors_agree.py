@@ -9,6 +9,8 @@ import pytest
 from agreement import answers, assert_agree
 from checkpoints import FAMILIES, make_checkpoint
 
+from eagleray.config.resolve import DEMO_MODEL_DIR
+
 # (family, tensor parallel, pipeline parallel, asynchronous): each value at least once
 COMBINATIONS = [
     ("qwen3", 2, 1, False),
@@ -65,6 +67,14 @@ def test_executors_moving_experts_agree(expected):
     """Experts move often, with room for copies."""
     options = {"enable_eplb": True, "eplb_step_interval": 4, "num_redundant_experts": 2}
     check(expected, "qwen3_moe", 2, 1, True, enable_expert_parallel=True, expert_dispatch="all-to-all", **options)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_executors_processes_with_embedded_model_agree(tp, pp):
+    alone = answers(DEMO_MODEL_DIR, dtype="float32", executor="in-process", async_scheduling=False)
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    assert_agree(answers(DEMO_MODEL_DIR, dtype="float32", executor="processes", **sizes), alone)
 
 
 @pytest.mark.grid

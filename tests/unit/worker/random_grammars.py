@@ -37,10 +37,6 @@ class RandomMatcher(Matcher):
     def is_complete(self) -> bool:
         return False
 
-    @property
-    def is_complete(self) -> bool:
-        return True
-
     def allowed(self) -> np.ndarray:
         """Return bool [vocab_size]."""
         seed = zlib.crc32(repr((self.source, self.token_ids)).encode())

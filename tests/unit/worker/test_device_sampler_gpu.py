@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from random_grammars import grammar_rows, random_grammar
 from sampler_launch import launch
 
 from eagleray.kernels.ranking import Ranking
@@ -25,6 +26,7 @@ SAMPLINGS = [
     Sampling(seed=5, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.2),
     Sampling(seed=6, allowed_token_ids=tuple(range(0, VOCAB_SIZE, 7)), logit_bias={7: 3.0, 8: 90.0}, logprobs=5),
     Sampling(seed=7, temperature=0.0, bad_words=tuple((token,) for token in range(200)), logprobs=2),
+    Sampling(seed=9, temperature=0.7, top_p=0.9, grammar=random_grammar("a"), logprobs=2),
     Sampling(seed=8, temperature=0.7, top_k=1000, top_p=0.9, min_p=1e-4, logprobs=4),
 ]
 
@@ -34,8 +36,14 @@ def test_device_sampler_on_gpu_equals_cpu_sampler_without_waiting(kind: ScoreKin
     from eagleray.worker.device_sampler import DeviceSampler
 
     state = SamplingState(num_rows=NUM_ROWS, vocab_size=VOCAB_SIZE, device=torch.device("cpu"))
-    host = HostSampler(state, Ranking(), kind)
-    sampler = DeviceSampler(num_rows=NUM_ROWS, vocab_size=VOCAB_SIZE, device=torch.device("cuda"), reported_kind=kind)
+    host = HostSampler(state, Ranking(), kind, grammar_rows(VOCAB_SIZE))
+    sampler = DeviceSampler(
+        num_rows=NUM_ROWS,
+        vocab_size=VOCAB_SIZE,
+        device=torch.device("cuda"),
+        reported_kind=kind,
+        grammars=grammar_rows(VOCAB_SIZE, num_threads=4),
+    )
     for row in range(NUM_ROWS):
         for each in (host, sampler):
             each.add_row(row, SAMPLINGS[row % len(SAMPLINGS)], PROMPT, len(PROMPT))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from ranks import topology
+from ranks import together, topology
 
 from eagleray.config.build import build_config
 from eagleray.identity import EngineId, WorkerId
@@ -16,6 +17,7 @@ from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.cuda.program import CudaProgram
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.messages.failure import Ended
+from eagleray.messages.grammars import Grammar
 from eagleray.messages.plain import pack_arguments, unpack
 from eagleray.messages.steps import (
     AllocateCache,
@@ -23,6 +25,7 @@ from eagleray.messages.steps import (
     CallDone,
     CallExtension,
     EngineOpened,
+    GrammarPrepared,
     GroupOpened,
     JoinGroup,
     LoadModel,
@@ -31,6 +34,7 @@ from eagleray.messages.steps import (
     MemoryMeasured,
     ModelLoaded,
     OpenGroup,
+    PrepareGrammar,
     ReadExpertLoad,
     StepPlan,
 )
@@ -100,6 +104,28 @@ def test_worker_start_replies_in_each_state(worker):
     assert isinstance(call(worker, MeasureMemory(64)), MemoryMeasured)
     assert isinstance(call(worker, AllocateCache(8, 64)), CallDone)
     assert call(worker, ReadExpertLoad()).counts.shape == (0, 0)
+
+
+def test_worker_compiles_grammars_only_if_its_rank_samples(checkpoint):
+    """The model has no tokenizer, so a rank that compiles refuses every grammar."""
+    where = topology(pp=2)
+    config = build_config(model=str(checkpoint), num_threads=1, pipeline_parallel_size=2)
+    workers = [Worker(WorkerId(EngineId("test", 0), 0, rank), rank, config, where) for rank in range(2)]
+
+    def call_all(body):
+        return together([partial(call, worker, body) for worker in workers])
+
+    opened = call_all(OpenGroup("engine"))
+    for body in (JoinGroup("engine", 0, [EngineOpened(rank=0, topology=where, opened=opened)]), LoadModel()):
+        assert not any(isinstance(reply, Ended) for reply in call_all(body))
+    call_all(AllocateCache(8, 64))
+    first, last = call_all(PrepareGrammar(Grammar(kind="regex", source="a+")))
+    assert first == GrammarPrepared(is_done=True)
+    while not last.is_done:
+        last = call(workers[1], PrepareGrammar(Grammar(kind="regex", source="a+")))
+    assert "tokenizer" in last.failure.message
+    for worker in workers:
+        worker.close()
 
 
 @pytest.mark.parametrize("state", [*START, "ServingWorker"])
