@@ -10,6 +10,9 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
+from eagleray.client.answers.plan import AnswerPlan
 from eagleray.client.outputs import RequestOutput
 from eagleray.client.request import RequestStream
 from eagleray.config.suggestions import suggest
@@ -191,6 +194,21 @@ def as_params(given: OneParams) -> SamplingParams:
         hint = f"; did you mean `{meant}`?" if meant else ""
         raise InvalidRequest(f"sampling parameters have no field {name!r}{hint}", param="sampling_params")
     return SamplingParams(**given)
+
+
+def plan_params(given: ParamsLike, plan: AnswerPlan, instance: LocalInstance) -> ParamsLike:
+    """Return the parameters of `generate` with those that answers of this plan need. Raises `InvalidRequest`."""
+    if not plan.is_divided:
+        return given
+
+    def planned(one: OneParams) -> SamplingParams:
+        params = as_params(one)
+        fields = plan.sampling_fields(params.structured_outputs, instance.tokenizer)
+        return msgspec.structs.replace(params, **fields)
+
+    if given is None:
+        return planned(instance.default_sampling_params())
+    return planned(given) if isinstance(given, SamplingParams | Mapping) else [*map(planned, given)]
 
 
 def abort_all(sent: Iterable[Sent | RequestError]) -> None:

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
+from eagleray.client.answers.divide import divide_answer
+from eagleray.client.answers.requested_tools import CHAT_TOOLS, choose_tools, read_tools
 from eagleray.client.outputs import RequestOutput
 from eagleray.client.pooling import (
     ClassificationOutput,
@@ -29,6 +31,7 @@ from eagleray.generation_calls import (
     PromptsLike,
     Sent,
     all_prompts,
+    plan_params,
 )
 from eagleray.instance import InstanceThread
 from eagleray.instance_calls import InstanceCalls, missing_method
@@ -155,19 +158,34 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of `{"role", "content"}`, or each of several.
 
-        The model's chat template renders them.
+        The model's chat template renders them. The outputs of a prompt have `reasoning`, `content` and `tool_calls`
+        beside `text`, which is all that the model wrote. `tools`, `tool_choice`: in OpenAI's form, see docs/tools.md.
+
+        Raises as `generate`, and `InvalidRequest` that names the field of a wrong tool.
         """
+        requested = choose_tools(read_tools(tools, CHAT_TOOLS), tool_choice, is_parallel=parallel_tool_calls)
+        plan = self._instance.client.answer_formats.plan(requested)
         prompts = chat_prompts(
             messages,
             self.get_tokenizer(),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
+            tools=plan.requested.offered.shown,
         )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        params = plan_params(sampling_params, plan, self._instance)
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
+        for output in outputs:
+            for answer in output.outputs:
+                parts = divide_answer(plan, output.prompt or "", answer.text)
+                answer.reasoning, answer.content, answer.tool_calls = parts
+        return outputs
 
     def enqueue(
         self,

@@ -90,8 +90,9 @@ def chat_prompts(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[PromptLike]:
-    """Render one conversation or several with the model's chat template."""
+    """Render one conversation or several with the model's chat template. `tools`: shown to the model."""
     conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
     prompts: list[PromptLike] = []
     for index, conversation in enumerate(conversations):
@@ -101,6 +102,7 @@ def chat_prompts(
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
+                tools=tools or None,
             )
         except UserError as error:
             raise name_row(error, index, is_one_of_several=len(conversations) > 1) from None

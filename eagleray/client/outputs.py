@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagleray.client.answers.parts import ToolCall
 from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import FinishReason
 
@@ -65,6 +66,12 @@ class CompletionOutput:
     weight_versions: list[WeightVersionSpan] | None = None
     """The versions of the weights that made `token_ids`, without gaps; None in a part of a stream before the last one.
     The last part has those of the whole completion."""
+    reasoning: str | None = None
+    """Reasoning in the text, of an answer of `LLM.chat`; None without any, and if the model's format is not known."""
+    content: str | None = None
+    """Text of an answer of `LLM.chat` without reasoning and calls; None if there is none beside them."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Calls in the text, of an answer of `LLM.chat` with `tools`."""
     lora_request: Any = None
     """Always None: outputs do not name their adapter."""
     kv_transfer_params: dict[str, Any] | None = None

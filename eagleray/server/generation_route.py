@@ -206,10 +206,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(self.body, name, None)) is not None}
         if self.service.reports_routed_experts:
             given.setdefault("return_routed_experts", True)
-        if (constraint := self.plan.constrain(self._content_constraint())) is not None:
-            given["structured_outputs"] = constraint
-        if self.plan.is_divided:
-            given["kept_special_token_ids"] = self.service.tokenizer.special_ids_of(self.plan.markers)
+        given |= self.plan.sampling_fields(self._content_constraint(), self.service.client.tokenizer)
         return make_sampling(self.service.default_sampling | given | decided)
 
     def _content_constraint(self) -> StructuredOutputsParams | None:

@@ -27,6 +27,8 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/recovery.md",
         "docs/tuning.md",
         "docs/lora.md",
+        "docs/structured_outputs.md",
+        "docs/tools.md",
         "docs/security.md",
         "docs/gpu.md",
         "docs/building.md",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -34,7 +35,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(checkpoint):
-    with LLM(str(checkpoint), max_num_batched_tokens=64, **OPTIONS) as llm:
+    with LLM(str(checkpoint), max_num_batched_tokens=64, tool_call_parser="hermes", **OPTIONS) as llm:
         yield llm
 
 
@@ -125,6 +126,23 @@ def test_chat_renders_conversations(llm):
     assert [output.outputs[0].text for output in two] == [one.outputs[0].text] * 2
     rendered = llm.get_tokenizer().apply_chat_template(conversation, add_generation_prompt=True)
     assert one.prompt == rendered
+
+
+def test_chat_with_a_required_tool_returns_its_call(llm):
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+    function = {"name": "weather", "parameters": parameters | {"additionalProperties": False}}
+    conversation = [{"role": "user", "content": "Hi"}]
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    params = SamplingParams(max_tokens=200, seed=1)
+    (output,) = llm.chat(conversation, params, use_tqdm=False, parallel_tool_calls=False, **tools)
+    (answer,) = output.outputs
+    (call,) = answer.tool_calls
+    assert (call.name, answer.content, answer.reasoning) == ("weather", None, None)
+    assert call.arguments in answer.text and json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+    (plain,) = llm.chat(conversation, GREEDY, use_tqdm=False)[0].outputs
+    assert (plain.content, plain.tool_calls) == (plain.text, [])
+    with pytest.raises(InvalidRequest, match="tool_choice"):
+        llm.chat(conversation, tool_choice="required")
 
 
 def test_stream_yields_outputs_of_every_prompt_as_asked(llm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(checkpoint):
     options = ("--served-model-name", MODEL, "--api-key", KEY, "--max-model-len", "512")
+    options += ("--tool-call-parser", "hermes")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLERAY_API_KEY", OTHER_KEY)
         with serve(str(checkpoint), *options) as server:
@@ -247,3 +249,24 @@ def test_api_keys_are_not_visible_outside_the_server(server):
 def test_operator_routes_return_ok(server, route):
     answer = httpx.get(server.url.removesuffix("/v1") + route, headers={"Authorization": f"Bearer {KEY}"})
     assert answer.status_code == 200
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY | {"additionalProperties": False}}}
+
+
+def test_chat_required_call_comes_whole_and_streamed_and_takes_a_result(client):
+    fields = {"model": MODEL, "tools": [WEATHER], "seed": 1, "max_tokens": 200}
+    required = {**fields, "tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = client.chat.completions.create(messages=MESSAGES, **required).choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", None, "weather")
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+    with client.chat.completions.stream(messages=MESSAGES, **required) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    (again,) = streamed.message.tool_calls
+    assert (streamed.finish_reason, again.function.arguments) == ("tool_calls", call.function.arguments)
+    assert again.id != call.id
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    history = [*MESSAGES, choice.message, result]
+    assert client.chat.completions.create(messages=history, tool_choice="none", **fields).choices[0].message.content

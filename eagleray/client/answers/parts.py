@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
@@ -35,6 +36,16 @@ class CallArguments(NamedTuple):
 
 
 AnswerPart = Reasoning | Content | CallBegin | CallArguments
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A whole call of a tool."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object, unless the model broke it or was cut off."""
 
 
 class Splitter(Protocol):

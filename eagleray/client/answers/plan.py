@@ -15,6 +15,7 @@ from eagleray.client.answers.formats import ReasoningFormat, StructuralFormat, T
 from eagleray.client.answers.parts import AnswerPart, Content, Splitter
 from eagleray.client.answers.requested_tools import RequestedTools
 from eagleray.client.answers.tools import Tool
+from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import InvalidRequest, UnsupportedParameter
 from eagleray.messages.structured_outputs import StructuredOutputsParams
 
@@ -86,6 +87,14 @@ class AnswerPlan(NamedTuple):
         if self.tools is None or (form := self._constraint(self.tools, content)) is None:
             return content
         return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": form}))
+
+    def sampling_fields(self, content: StructuredOutputsParams | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
+        """Return the fields of `SamplingParams` that such answers need, see `constrain`."""
+        constraint = self.constrain(content)
+        fields: dict[str, Any] = {} if constraint is None else {"structured_outputs": constraint}
+        if self.is_divided and tokenizer is not None:
+            fields["kept_special_token_ids"] = tokenizer.special_ids_of(self.markers)
+        return fields
 
     def _constraint(self, calls: ToolFormat, content: StructuredOutputsParams | None) -> StructuralFormat | None:
         tools, choice = self.requested.offered.tools, self.requested.choice
