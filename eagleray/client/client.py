@@ -54,6 +54,7 @@ from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient, ExpertLoad, WorkersReturned
 from eagleray.messages.requests import ClientToEngine
 from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.structured_outputs import StructuredOutputsParams
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
 from eagleray.transport.heartbeat import HeartbeatSender
 from eagleray.transport.inbox import AsyncInbox, Outbox
@@ -155,6 +156,11 @@ class Client:
             thinking=None
             if tokenizer is None or formats.reasoning is None
             else ThinkingBuilder(formats.reasoning, tokenizer, eos, reasoning_config(model)),
+            make_grammar=partial(
+                StructuredOutputsParams.to_grammar,
+                default_whitespace=model.structured_outputs_whitespace,
+                disable_additional_properties=model.structured_outputs_disable_additional_properties,
+            ),
             seed=model.seed,
             max_request_restarts=config.recovery.max_request_restarts,
             request_timeout=config.serving.request_timeout,

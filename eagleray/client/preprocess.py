@@ -38,6 +38,7 @@ from eagleray.messages.grammars import Grammar
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import MAX_SEED, Sampling, SamplingParams, Stopping, resolve_all_logprobs
+from eagleray.messages.structured_outputs import StructuredOutputsParams
 from eagleray.messages.thinking import Thinking
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class RequestBuilder:
         eos_token_ids: tuple[int, ...],
         max_logprobs: int,
         thinking: ThinkingBuilder | None = None,
+        make_grammar: Callable[[StructuredOutputsParams], Grammar] = StructuredOutputsParams.to_grammar,
         seed: int | None = None,
         max_request_restarts: int = 0,
         request_timeout: float | None = None,
@@ -122,6 +124,7 @@ class RequestBuilder:
         self._eos_token_ids = eos_token_ids
         self._max_logprobs = max_logprobs
         self._thinking = thinking
+        self._make_grammar = make_grammar
         self._draw_seed: Callable[[], int] = partial(
             secrets.randbits if seed is None else random.Random(seed).getrandbits, SEED_BITS
         )
@@ -349,7 +352,7 @@ class RequestBuilder:
             logprob_token_ids=_unique(asked),
             prompt_logprobs=params.prompt_logprobs,
             forced_token_ids=tuple(params.trace_decode_token_ids or ()),
-            grammar=None if params.structured_outputs is None else params.structured_outputs.to_grammar(),
+            grammar=None if params.structured_outputs is None else self._make_grammar(params.structured_outputs),
         )
 
     def _make_thinking(

@@ -250,8 +250,8 @@ class ClientRequest:
     def deliver(self, completion: Completion, chunk: Chunk) -> None:
         """Add the output of a step to an unfinished completion."""
         if chunk.finish_reason is FinishReason.ERROR:
-            error = InvalidRequest if chunk.is_user_error else RequestFailed
-            self.failure = error(chunk.error or "the engine does not say why the request failed")
+            message = chunk.error or "the engine does not say why the request failed"
+            self.failure = InvalidRequest(message, param=chunk.param) if chunk.is_user_error else RequestFailed(message)
             return
         if chunk.prompt_logprobs is not None and self._prompt_logprobs is not None:
             self._prompt_logprobs.append(chunk.prompt_logprobs)

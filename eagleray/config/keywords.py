@@ -35,6 +35,9 @@ class EngineKeywords(TypedDict, total=False):
     reasoning_parser: str | None
     reasoning_parser_plugin: str | None
     reasoning_config: dict[str, Any] | str | None
+    structured_outputs_backend: Literal["auto", "llguidance", "xgrammar"] | str | None
+    structured_outputs_whitespace: str | None
+    structured_outputs_disable_additional_properties: bool | None
     deterministic: bool | None
     enable_return_routed_experts: bool | None
     max_logprobs: int | str | None

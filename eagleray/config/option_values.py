@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
-from eagleray.config.fates import parsed
+from eagleray.config.fates import is_off, parsed
 from eagleray.config.json_files import shown
 
 MULTIPLES: dict[str, int] = {"": 1} | {
@@ -65,6 +65,41 @@ def eplb(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     names = {"num_redundant_experts": "num_redundant_experts", "step_interval": "eplb_step_interval"}
     entries = _mapping(value)
     return {option: entries[key] for key, option in names.items() if key in entries}
+
+
+def grammar_backend(name: Any) -> str:
+    """Return the library of a name of vLLM's. Raises `ValueError` for one that is not supported."""
+    known = {"auto": "auto", "guidance": "llguidance", "llguidance": "llguidance", "xgrammar": "xgrammar"}
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(
+            f"{shown(name)} is not supported: grammars are compiled by llguidance (`guidance`) and `xgrammar`"
+        )
+    return known[name]
+
+
+STRUCTURED_OUTPUTS = (
+    "structured_outputs_backend",
+    "structured_outputs_whitespace",
+    "structured_outputs_disable_additional_properties",
+    "reasoning_parser",
+)
+
+
+def structured_outputs(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of vLLM's configuration of structured outputs."""
+    entries = dict(_mapping(value))
+    options: dict[str, Any] = {}
+    if "backend" in entries:
+        options["structured_outputs_backend"] = grammar_backend(entries.pop("backend"))
+    if parsed(str(entries.pop("disable_any_whitespace", False))):
+        options["structured_outputs_whitespace"] = ""
+    if parsed(str(entries.pop("disable_additional_properties", False))):
+        options["structured_outputs_disable_additional_properties"] = True
+    if parser := entries.pop("reasoning_parser", ""):
+        options["reasoning_parser"] = parser
+    if others := [name for name, entry in entries.items() if not is_off(entry)]:
+        raise ValueError(f"{', '.join(others)} of structured_outputs_config is not supported")
+    return options
 
 
 def auxiliary_outputs(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:

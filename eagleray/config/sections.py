@@ -176,6 +176,24 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "that ends with the end marker of the format. Default: the end marker."
         ),
     ] = {}
+    structured_outputs_backend: Annotated[
+        Literal["auto", "llguidance", "xgrammar"],
+        Meta(
+            description="Library that compiles the grammars of structured outputs. auto: llguidance, and xgrammar, if "
+            "it is installed, for what llguidance refuses."
+        ),
+    ] = "auto"
+    structured_outputs_whitespace: Annotated[
+        str,
+        Meta(
+            description="Regular expression of the white space between elements of JSON that follows a schema; empty: "
+            "none. Requests may bring their own (`whitespace_pattern`)."
+        ),
+    ] = r"[ \n\t]{0,16}"
+    structured_outputs_disable_additional_properties: Annotated[
+        bool,
+        Meta(description="Let objects have only the properties that a schema names, unless it allows others."),
+    ] = False
     deterministic: Annotated[
         bool,
         Meta(

@@ -197,7 +197,6 @@ REFUSED = {
     "not supported: at level 2 all weights are discarded": "sleep_preserve_parameter_names",
     "not supported yet": (
         "return_sampling_mask kv_transfer_config kv_events_config enable_elastic_ep elastic_ep_max_dp_size"
-        " structured_outputs_config guided_decoding_backend"
         " custom_histogram_buckets profiler_config log_error_stack sse_keep_alive_interval"
         " max_num_queued_tokens long_prefill_token_threshold long_prefill_token_threshold_adaptive"
         " fingerprint_value model_loader_extra_config"
@@ -254,8 +253,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "decode_context_parallel_size": (1,),
     "prefill_context_parallel_size": (1,),
     "lora_dtype": ("auto",),
-    "structured_outputs_config": ({"backend": "auto"},),
-    "guided_decoding_backend": ("auto",),
 }
 """Values of refused options that mean "off", besides those of `is_off`."""
 
@@ -268,6 +265,8 @@ ALIASES: dict[str, Fate] = {
     "h11_max_incomplete_event_size": Renamed("max_header_bytes"),
     "h11_max_header_count": Renamed("max_header_count"),
     "all2all_backend": Expansion(values.expert_dispatch, ("expert_dispatch",)),
+    "guided_decoding_backend": Renamed("structured_outputs_backend", values.grammar_backend),
+    "structured_outputs_config": Expansion(values.structured_outputs, values.STRUCTURED_OUTPUTS),
     "eplb_config": Expansion(values.eplb, ("num_redundant_experts", "eplb_step_interval")),
     "aux_output_config": Expansion(values.auxiliary_outputs, ("enable_return_routed_experts",)),
     "anthropic_disabled_thinking_effort": Expansion(values.only("auto"), ()),

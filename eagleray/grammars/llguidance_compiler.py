@@ -17,12 +17,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from eagleray.errors import CheckpointError, InvalidRequest
 from eagleray.grammars.lark_rules import SpecialTokens
-from eagleray.grammars.llguidance_errors import PARAM, refusal
+from eagleray.grammars.llguidance_errors import refusal
 from eagleray.grammars.llguidance_schemas import prepare_schema
 from eagleray.grammars.matcher import TokenMask, allow_only, forbid, mask_words
 from eagleray.grammars.structural_tag_lark import to_lark
 from eagleray.grammars.structural_tags import parse_structural_tag
-from eagleray.messages.grammars import Grammar
+from eagleray.messages.grammars import PARAM, Grammar
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from eagleray.errors import InvalidRequest
-
-PARAM = "structured_outputs"
+from eagleray.messages.grammars import PARAM
 
 SENTENCES = (
     (

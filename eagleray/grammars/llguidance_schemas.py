@@ -14,7 +14,8 @@ from typing import Any, NoReturn, TypeGuard
 
 from eagleray.errors import InvalidRequest
 from eagleray.grammars.ecma_regex import CONTROLS, to_rust
-from eagleray.grammars.llguidance_errors import PARAM, GrammarTooLarge
+from eagleray.grammars.llguidance_errors import GrammarTooLarge
+from eagleray.messages.grammars import PARAM
 
 DRAFTS = (
     "http://json-schema.org/draft-04/schema",

@@ -88,6 +88,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Error message for the user, with finish reason `error`."""
     is_user_error: bool = False
     """Whether a request with finish reason `error` asks for something impossible; otherwise it failed while it ran."""
+    param: str | None = None
+    """Field of the request that such an error is about, if it is known."""
 
 
 class Chunks(msgspec.Struct, frozen=True, tag=True):

@@ -8,15 +8,19 @@ from typing import Any
 import msgspec
 
 from eagleray.errors import InvalidRequest
-from eagleray.messages.grammars import Grammar, GrammarKind
-
-PARAM = "structured_outputs"
+from eagleray.messages.grammars import PARAM, Grammar, GrammarKind
 
 MAX_WHITESPACE = 16
 DEFAULT_WHITESPACE = rf"[ \n\t]{{0,{MAX_WHITESPACE}}}"
 """White space between elements of JSON: enough for indented text, too little to wander in until `max_tokens`."""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords of JSON schemas whose value has schemas by name."""
+VALUES = ("const", "enum", "default", "examples")
+"""Keywords of JSON schemas whose value has no schemas."""
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +48,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
             raise InvalidRequest(f"`{PARAM}` needs exactly one of {', '.join(KINDS)}, but it has {found}", param=PARAM)
+        if self.choice == []:
+            raise InvalidRequest("`choice` needs at least one text", param=PARAM)
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> StructuredOutputsParams:
@@ -55,12 +61,17 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
                 raise error.__cause__ from None
             raise InvalidRequest(f"`{PARAM}` is wrong: {error}", param=PARAM) from None
 
-    def to_grammar(self, default_whitespace: str = DEFAULT_WHITESPACE) -> Grammar:
-        """Return the grammar. Raises `InvalidRequest` for a value that is no constraint of its kind."""
+    def to_grammar(
+        self, default_whitespace: str = DEFAULT_WHITESPACE, *, disable_additional_properties: bool = False
+    ) -> Grammar:
+        """Return the grammar, with the defaults of the options. Raises `InvalidRequest` for a schema that is not
+        JSON."""
         whitespace = default_whitespace if self.whitespace_pattern is None else self.whitespace_pattern
         if self.disable_any_whitespace:
             whitespace = ""
         kind, source = self._kind_and_source()
+        if self.json is not None and (self.disable_additional_properties or disable_additional_properties):
+            source = json_module.dumps(_without_others(_parse_schema(source)))
         has_json = kind in ("json_schema", "structural_tag")
         return Grammar(kind=kind, source=source, whitespace=whitespace if has_json else "")
 
@@ -77,3 +88,27 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
             return "ebnf", self.grammar
         assert self.structural_tag is not None
         return "structural_tag", self.structural_tag
+
+
+def _parse_schema(source: str) -> Any:
+    try:
+        return json_module.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the JSON schema is not valid JSON: {error}", param=PARAM) from None
+
+
+def _without_others(schema: Any) -> Any:
+    """Return a schema in which an object that names properties, and does not speak of others, has no others."""
+    if isinstance(schema, list):
+        return [_without_others(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
+            closed[keyword] = {name: _without_others(one) for name, one in value.items()}
+        else:
+            closed[keyword] = value if keyword in VALUES else _without_others(value)
+    if "properties" in schema or "patternProperties" in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed

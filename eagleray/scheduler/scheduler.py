@@ -22,7 +22,7 @@ from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.identity import FIRST_WEIGHT_VERSION, ClientId
 from eagleray.messages.arrays import Array
 from eagleray.messages.failure import Failure
-from eagleray.messages.grammars import Grammar
+from eagleray.messages.grammars import PARAM, Grammar
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason, SchedulerStats
 from eagleray.messages.requests import Generate
@@ -539,10 +539,13 @@ class Scheduler:
         )
 
     def _refuse(self, request: Request, failure: Failure) -> AddressedChunk:
-        """Fail a request without a row."""
+        """Fail a request without a row, because of its grammar."""
         self._remove(request)
         return request.make_chunk(
-            finish_reason=FinishReason.ERROR, error=failure.message, is_user_error=failure.is_user_error
+            finish_reason=FinishReason.ERROR,
+            error=failure.message,
+            is_user_error=failure.is_user_error,
+            param=PARAM if failure.is_user_error else None,
         )
 
     # Requests leave.

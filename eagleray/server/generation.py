@@ -123,6 +123,7 @@ class Generation:
         self._stream = stream
         self._timer = timer
         self._only_prompt = task.only_prompt
+        self._field_names = task.field_names
         self._wants_prompt_logprobs = task.params.prompt_logprobs is not None
         self._has_logprobs = task.has_logprobs
         self._num_tokens = [0] * task.params.n
@@ -146,7 +147,8 @@ class Generation:
 
     def pop_deltas(self) -> tuple[list[CompletionDelta], bool]:
         """Return the deltas since the last call, and whether they are the last. Raises why the request failed."""
-        delta = self._stream.pop_delta()
+        with field_names(self._field_names):
+            delta = self._stream.pop_delta()
         if delta is None:
             return [], False
         self._record_prompt(delta)
@@ -168,7 +170,8 @@ class Generation:
 
     async def wait_until_ended(self) -> None:
         """Wait for the last token. Raises the error of a failed request."""
-        await self._stream.wait_until_finished()
+        with field_names(self._field_names):
+            await self._stream.wait_until_finished()
 
     async def result(self, collect: Callable[[CompletionDelta], Awaitable[None]]) -> RequestOutput:
         """Return the whole output when it is complete, without log-probabilities: `collect` gets them in parts."""

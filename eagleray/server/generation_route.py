@@ -49,7 +49,7 @@ from eagleray.server.http_responses import (
 from eagleray.server.load_header import FORMAT_HEADER, LOAD_HEADERS, load_header
 from eagleray.server.logprobs import LogprobsCollector, PromptLogprobList, encoded_prompt_logprobs
 from eagleray.server.service import Service
-from eagleray.server.structured_outputs import ConstraintFields, constraint_of
+from eagleray.server.structured_outputs import ConstraintFields, constraint_names, constraint_of
 
 
 class GenerationFields(OptionFields, Protocol):
@@ -170,7 +170,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         if getattr(body, "stream_options", None) not in (None, StreamOptions()) and not body.stream:
             with reasons.collecting():
                 raise InvalidRequest("`stream_options` is only for requests with `stream` true", param="stream_options")
-        with reasons.collecting(), field_names(self.field_names):
+        self._field_names = {**self.field_names, **constraint_names(body)}
+        with reasons.collecting(), field_names(self._field_names):
             self.task = self._make_task(request)
         reasons.check()
         self.id = self.id_prefix + self.task.request_id
@@ -198,7 +199,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             params=params,
             options=self.service.request_options(body, request, request_id, self.adapter),
             only_prompt=self.only_prompt,
-            field_names=self.field_names,
+            field_names=self._field_names,
         )
 
     def _merge_sampling(self, **decided: Any) -> SamplingParams:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from eagleray.errors import InvalidRequest
+from eagleray.messages.grammars import PARAM
 from eagleray.messages.structured_outputs import StructuredOutputsParams
 from eagleray.server.fields import SamplingFields
 
@@ -50,6 +52,11 @@ class ConstraintFields(SamplingFields, kw_only=True):
     ] = None
 
 
+CONSTRAINTS = (
+    "structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"
+)  # fmt: skip
+
+
 def constraint_of(fields: ConstraintFields) -> StructuredOutputsParams | None:
     """Return the constraint that the fields ask for. Raises `InvalidRequest` if there are several."""
     given = {
@@ -65,6 +72,14 @@ def constraint_of(fields: ConstraintFields) -> StructuredOutputsParams | None:
         names = " and ".join(f"`{name}`" for name in found)
         raise InvalidRequest(f"{names} both constrain the answer: give one of them", param=next(iter(found)))
     return next(iter(found.values()), None)
+
+
+def constraint_names(body: Any) -> Mapping[str, str]:
+    """Return the name of the field by which the body constrains the answer, by the one that errors name."""
+    for name in (*CONSTRAINTS, "tools"):
+        if getattr(body, name, None) is not None:
+            return {PARAM: name}
+    return {}
 
 
 def _older(*, whitespace_pattern: str | None = None, **fields: Any) -> StructuredOutputsParams | None:

@@ -16,6 +16,7 @@ import numpy as np
 from eagleray.config.resolve import logprobs_limit
 from eagleray.config.sections import Config, ExecutionConfig
 from eagleray.errors import ChannelClosed, ConfigError, ExpertGroupBroken
+from eagleray.grammars.compilers import check_backend, load_compiler
 from eagleray.grammars.matcher import GrammarCompiler
 from eagleray.hub.locate import tokenizer_dir, weight_dir
 from eagleray.hub.pooling import find_pooling
@@ -398,16 +399,17 @@ def _grammars_of(loaded: LoadedWorker) -> WorkerGrammars | None:
     model, config = loaded.model, loaded.setup.config.model
     if not model.groups.is_sampling or model.spec.pools:
         return None
+    check_backend(config.structured_outputs_backend)
 
     def load() -> GrammarCompiler:
         # loaded when first needed
         from eagleray.client.text.generation_config import model_eos_token_ids
         from eagleray.client.text.tokenizer import Tokenizer
-        from eagleray.grammars.llguidance_compiler import LLGuidanceCompiler
 
         tokenizer, vocab_size = Tokenizer.load(tokenizer_dir(config)), model.spec.vocab_size
         ends = model_eos_token_ids(config) or tokenizer.eos_token_ids  # as the clients choose them
-        return LLGuidanceCompiler(
+        return load_compiler(
+            config.structured_outputs_backend,
             tokenizer.to_json(),
             vocab_size=vocab_size,
             eos_token_ids=[token_id for token_id in ends if token_id < vocab_size],

@@ -175,6 +175,19 @@ def test_translate_default_of_vllm_is_accepted(name):
         ({"enforce_eager": None, "max_num_seqs": None}, {}),
         ({"limit_mm_per_prompt": '{"image": 0, "video": {"count": 0}}', "cpu_offload_gb": "0.0"}, {}),
         ({"task": "generate", "model_impl": "vllm", "decode_context_parallel_size": "1", "lora_dtype": "auto"}, {}),
+        ({"guided_decoding_backend": "guidance"}, {"structured_outputs_backend": "llguidance"}),
+        (
+            {"structured_outputs_config": '{"backend": "xgrammar", "disable_any_whitespace": true}'},
+            {"structured_outputs_backend": "xgrammar", "structured_outputs_whitespace": ""},
+        ),
+        (
+            {"structured_outputs_config": {"disable_additional_properties": True, "reasoning_parser": "qwen3"}},
+            {"structured_outputs_disable_additional_properties": True, "reasoning_parser": "qwen3"},
+        ),
+        (
+            {"structured_outputs_config": {"backend": "auto", "enable_in_reasoning": False}},
+            {"structured_outputs_backend": "auto"},
+        ),
         ({"nobody": 1}, {"nobody": 1}),
     ],
 )
@@ -196,6 +209,12 @@ def test_translate_option_of_vllm_becomes_ours(given, options):
         ({"headless": "true"}, "Ray places engines"),
         ({"kv_cache_memory_bytes": "lots"}, "option `kv_cache_memory_bytes`: expected an integer"),
         ({"eplb_config": "3"}, "option `eplb_config`: expected a JSON object"),
+        ({"guided_decoding_backend": "outlines"}, "'outlines' is not supported: grammars are compiled by llguidance"),
+        ({"structured_outputs_config": {"backend": "lm-format-enforcer"}}, "'lm-format-enforcer' is not supported"),
+        (
+            {"structured_outputs_config": {"enable_in_reasoning": True}},
+            "enable_in_reasoning of",
+        ),
         ({"logging_config": {"formater": "json"}}, "there is no formater, but log_level, formatter,"),
         ({"anthropic_disabled_thinking_effort": "none"}, "'none' is not supported yet, only auto is"),
         ({"fingerprint_mode": "none"}, "option `fingerprint_mode`: 'none' is not supported yet"),
