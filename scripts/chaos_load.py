@@ -140,6 +140,17 @@ def _make(kind: str, rng: random.Random) -> ChaosRequest:
     return ChaosRequest(kind, path, {**said, **body, **stream, "return_token_ids": True})
 
 
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
+        "required": ["name", "count"],
+    },
+    "minItems": 20,
+}
+REGEX = "([a-z]{3,8} ){60,}[a-z]+[.]"
+
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 
 Fields = dict[str, Any]
@@ -155,6 +166,20 @@ KINDS: dict[str, Callable[[random.Random, Fields, Fields], tuple[str, Fields]]] 
     "logprobs": lambda rng, seeded, greedy: (COMPLETIONS, rng.choice((seeded, greedy)) | {"logprobs": 3}),
     "stop": lambda rng, seeded, greedy: (CHAT, seeded | {"stop": [" the", "er"], "ignore_eos": False}),
     "whole": lambda rng, seeded, greedy: (COMPLETIONS, seeded | {"whole": True, "min_tokens": 5, "ignore_eos": False}),
+    "schema": lambda rng, seeded, greedy: (
+        CHAT,
+        seeded
+        | {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": SCHEMA}}}
+        | {"ignore_eos": False},
+    ),
+    "regex": lambda rng, seeded, greedy: (
+        COMPLETIONS,
+        seeded | {"structured_outputs": {"regex": REGEX}, "ignore_eos": False},
+    ),
+    "choice": lambda rng, seeded, greedy: (
+        GENERATE,
+        seeded | {"structured_outputs": {"choice": WORDS}, "ignore_eos": False},
+    ),
 }
 
 

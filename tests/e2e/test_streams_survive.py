@@ -5,28 +5,56 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
 from checkpoints import make_checkpoint
+from grammar_walks import schema_errors
 from serving import END_SECONDS, ServerProcess, serve, wait_until_gone
 
 SECONDS = 90.0
 TOKENS = 800
+REGEX = "([a-z]{3,8} ){80}[a-z]{3,8}\\."
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        },
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    },
+    "minItems": 20,
+    "maxItems": 20,
+}
+CONSTRAINED = [
+    {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+    {"structured_outputs": {"regex": REGEX}},
+]
 REQUESTS = [
     {"prompt": "The quick brown fox", "temperature": 0},
     {"prompt": "def main():", "temperature": 0.9, "seed": 7},
     {"prompt": "Hello", "temperature": 1.0, "seed": 8, "presence_penalty": 0.3},
     {"prompt": "Grüße aus Köln", "temperature": 0, "frequency_penalty": 0.2},
+    *({"prompt": "Hello", "temperature": 1.0, "seed": 9, "ignore_eos": False, **one} for one in CONSTRAINED),
 ]
 OPTIONS = ("--served-model-name", "m", "--log-level", "debug", "--max-model-len", "2000", "--heartbeat-timeout", "2")
 TWO_ENGINES = ("--data-parallel-size", "2")
 WORKERS = ("--executor", "processes")
+LAYOUTS = {
+    "tp": ("--tensor-parallel-size", "2"),
+    "pp": ("--pipeline-parallel-size", "2"),
+    "dp": TWO_ENGINES,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +65,9 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(checkpoint):
     with serve(checkpoint, *OPTIONS) as server:
-        return streams(server)
+        answers = streams(server)
+    check_constrained(answers)
+    return answers
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +82,22 @@ class Broken(Exception):
     """Raised when the connection ends before the stream."""
 
 
-def stream(server: ServerProcess, request: dict, begun: threading.Event) -> str:
-    """Return the whole text of a stream. `begun` is set at its first piece."""
-    body = {"model": "m", "max_tokens": TOKENS, "ignore_eos": True, "stream": True, **request}
-    text = ""
+class Answer(NamedTuple):
+    text: str
+    token_ids: list[int]
+
+
+def check_constrained(answers: list[Answer | None]) -> None:
+    """Check that the answers of the constrained requests are complete and follow their constraints."""
+    in_json, in_words = answers[len(REQUESTS) - len(CONSTRAINED) : len(REQUESTS)]
+    assert schema_errors(SCHEMA, in_json.text) == []
+    assert re.fullmatch(REGEX, in_words.text)
+
+
+def stream(server: ServerProcess, request: dict, begun: threading.Event) -> Answer:
+    """Return the whole answer of a stream. `begun` is set at its first piece."""
+    body = {"model": "m", "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "return_token_ids": True, **request}
+    answer = Answer("", [])
     with (
         contextlib.ExitStack() as stack,
         httpx.stream("POST", server.url + "/completions", json=body, timeout=SECONDS) as response,
@@ -65,26 +107,27 @@ def stream(server: ServerProcess, request: dict, begun: threading.Event) -> str:
         try:
             for line in response.iter_lines():
                 if line == "data: [DONE]":
-                    return text
+                    return answer
                 if line:
                     event = json.loads(line.removeprefix("data: "))
                     assert "error" not in event, event
-                    text += "".join(choice["text"] for choice in event["choices"])
+                    for choice in event["choices"]:
+                        answer = Answer(answer.text + choice["text"], answer.token_ids + choice["token_ids"])
                     begun.set()
         except httpx.TransportError as error:
             raise Broken from error
     raise Broken
 
 
-def streams(server: ServerProcess, disturb=lambda: None) -> list[str | None]:
-    """Return the texts of all requests, sent twice at the same time; None for a broken connection.
+def streams(server: ServerProcess, disturb=lambda: None) -> list[Answer | None]:
+    """Return the answers to all requests, sent twice at the same time; None for a broken connection.
 
     `disturb` is called when all streams have begun.
     """
     requests = REQUESTS * 2
     begun = [threading.Event() for _ in requests]
 
-    def one(request: dict, begun: threading.Event) -> str | None:
+    def one(request: dict, begun: threading.Event) -> Answer | None:
         try:
             return stream(server, request, begun)
         except Broken:
@@ -153,6 +196,20 @@ def test_streams_with_one_of_two_api_servers_lost_break_only_there(checkpoint, u
         wait_until_gone([api_server], END_SECONDS)
         assert streams(server) == undisturbed
     assert server.process.returncode == 0, server.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_streams_of_every_layout_with_engine_and_api_server_killed_are_unchanged(checkpoint, layout):
+    """The server's own answers are compared: those of other layouts differ in the last bits."""
+    with serve(checkpoint, *OPTIONS, *LAYOUTS[layout], "--api-server-count", "2") as server:
+        expected = streams(server)
+        check_constrained(expected)
+        engine, api_server = server.child("engine-0"), server.child("client-0")
+        assert streams(server, lambda: os.kill(engine, signal.SIGKILL)) == expected
+        answers = streams(server, lambda: os.kill(api_server, signal.SIGKILL))
+        assert all(answer in (None, whole) for answer, whole in zip(answers, expected, strict=True))
+        assert streams(server) == expected
 
 
 def test_killed_supervisor_leaves_no_process(checkpoint):

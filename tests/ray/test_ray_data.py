@@ -58,10 +58,16 @@ def generate(ds: ray.data.Dataset, *args: Any, **options: Any) -> ray.data.Datas
     )
 
 
-def test_generate_rows_come_once_though_engine_and_actor_are_killed(cluster: str, checkpoint: str) -> None:
-    """The engine is killed while rows of the second block run, and the actor when that block has come."""
+VICTIMS = {"engine": lambda: engines_of(stage_actors()[0])[0], "actor": lambda: stage_actors()[0]}
+
+
+@pytest.mark.parametrize("victims", [("actor",), pytest.param(("engine", "actor"), marks=pytest.mark.slow)])
+def test_generate_rows_come_once_though_processes_are_killed(
+    cluster: str, checkpoint: str, victims: tuple[str, ...]
+) -> None:
+    """The first one is killed while rows of the second block run, the other when that block has come."""
     seen: Counter[int] = Counter()
-    kills = [lambda: engines_of(stage_actors()[0])[0], lambda: stage_actors()[0]]
+    kills = [VICTIMS[name] for name in victims]
     ds = generate(dataset(), checkpoint, sampling_params_column="params")
     for batch in ds.iter_batches(batch_size=ROWS_PER_BLOCK, prefetch_batches=0):
         seen.update(rows := batch["id"].tolist())

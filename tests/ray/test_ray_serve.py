@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray_cluster
 from checkpoints import make_checkpoint
 from fleets import SECONDS, connect, label, stream_tokens, tokens, wait_until_running, wait_until_whole
+from grammar_walks import schema_errors
 from processes import children_of
 from ray_cluster import ACC
 from serving import ServerProcess, serve, wait_until_gone
+from tokenizers import Tokenizer
 
 PROMPT = [5, 6, 7]
 LONG = 1500
@@ -50,6 +54,38 @@ def test_serve_killed_engine_resumes_its_streams(server: ServerProcess) -> None:
         expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
         there = wait_until_whole(http, 2)
         events = stream_tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+        got = next(events)
+        rank, incarnation = wait_until_running(http)
+        os.kill(process_of(label(rank, incarnation)), signal.SIGKILL)
+        for event in events:
+            got += event
+        assert got == expected
+        assert wait_until_whole(http, 2) == {**there, rank: incarnation + 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"json": {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 60, "maxItems": 60}},
+        {"regex": r"([a-z]{3,8} ){80}[a-z]{3,8}\."},
+    ],
+    ids=["json", "regex"],
+)
+def test_serve_killed_engine_resumes_its_constrained_stream(
+    server: ServerProcess, checkpoint: str, constraint: dict[str, Any]
+) -> None:
+    params = {"structured_outputs": constraint | {"disable_any_whitespace": True}, "seed": 3, "ignore_eos": False}
+    with connect(server) as http:
+        there = wait_until_whole(http, 2)
+        expected = tokens(http, PROMPT, max_tokens=LONG, **params)
+        text = Tokenizer.from_file(str(Path(checkpoint) / "tokenizer.json")).decode(expected)
+        if "regex" in constraint:
+            assert re.fullmatch(constraint["regex"], text)
+        else:
+            assert schema_errors(constraint["json"], text) == []
+        wait_until_whole(http, 2)
+        events = stream_tokens(http, PROMPT, max_tokens=LONG, **params)
         got = next(events)
         rank, incarnation = wait_until_running(http)
         os.kill(process_of(label(rank, incarnation)), signal.SIGKILL)

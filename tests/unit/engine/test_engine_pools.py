@@ -126,9 +126,10 @@ def test_engine_reranker_of_two_tokens_compares_their_logits(tmp_path: Path, fam
         np.testing.assert_allclose(vector, [logits[yes] - logits[no]], rtol=2e-4, atol=2e-4)
 
 
-def test_engine_of_several_workers_pools_as_one(tmp_path: Path):
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.grid)])
+def test_engine_of_several_workers_pools_as_one(tmp_path: Path, tp: int):
     checkpoint = make_pooling_checkpoint(tmp_path, "qwen3", num_labels=2, tokenizer=False)
-    options = {"executor": "processes", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    options = {"executor": "processes", "tensor_parallel_size": tp, "pipeline_parallel_size": 2}
     with LocalEngine(checkpoint, max_num_batched_tokens=64, **options) as engine:
         vectors = pool(engine, PROMPTS)
     for prompt, vector in zip(PROMPTS, vectors, strict=True):

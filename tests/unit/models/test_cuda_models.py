@@ -33,6 +33,8 @@ FAMILIES = {
     "deepseek_v2": {},
     "deepseek_v3": {},
 }
+LIKE_OTHERS = ("mistral", "qwen2", "mixtral", "deepseek_v2")
+"""Families with the kernels of others."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,9 @@ def kernels(monkeypatch):
     monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: CudaBackend(model.dtype))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.grid) if each in LIKE_OTHERS else each for each in FAMILIES]
+)
 def test_forward_on_cuda_kernels_equals_transformers(family, tmp_path):
     layers = {"num_hidden_layers": 2}
     if family == "gpt_oss":
