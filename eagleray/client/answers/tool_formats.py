@@ -42,7 +42,7 @@ def get_tool_format(name: str) -> ToolFormat:
     found = _FORMATS.get(name) or _FORMATS.get(SAME_FORMATS.get(name, name))
     if found is None:
         known = ", ".join(sorted([*_FORMATS, *SAME_FORMATS]))
-        raise ConfigError(f"tool_call_parser: there is no format {name!r}; use auto, none or one of {known}")
+        raise ConfigError(f"option `tool_call_parser`: there is no format {name!r}; use auto, none or one of {known}")
     return found
 
 
