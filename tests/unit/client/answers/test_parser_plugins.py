@@ -10,37 +10,13 @@ from answer_checks import answer_of, split_whole
 from eagleray.client.answers import reasoning_formats, tool_formats
 from eagleray.client.answers.choose import choose_formats
 from eagleray.client.answers.plugins import load_plugin
+from eagleray.client.answers.tools import Tool, ToolChoice
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import ConfigError
 
-PLUGIN = """
-from eagleray.client.answers.call_splitter import CallSplitter
-from eagleray.client.answers.formats import ToolFormat
-from eagleray.client.answers.marker_search import MarkerSearch
-from eagleray.client.answers.tool_formats import register_tool_format
-
-
-class AtFormat(ToolFormat):
-    name = "at"
-    markers = ("@call ", "@end")
-
-    def splitter(self, tools):
-        return AtSplitter()
-
-
-class AtSplitter(CallSplitter):
-    START, END, SPACE = MarkerSearch("@call "), MarkerSearch("@end"), MarkerSearch(" ")
-
-    def read(self):
-        while (yield from self.text.read_until(self.START, self.parts.content)):
-            name = []
-            yield from self.text.read_until(self.SPACE, name.append)
-            self.begin_call("".join(name))
-            yield from self.text.read_until(self.END, self.parts.arguments)
-
-
-register_tool_format(AtFormat())
-"""
+DOCUMENT = Path(__file__).parents[4] / "docs" / "tools.md"
+PLUGIN = DOCUMENT.read_text().partition("}@end`:\n\n```python\n")[2].partition("```")[0]
+"""The plugin of the documentation."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +42,8 @@ def test_plugin_format_of_user_is_found_and_splits(tmp_path: Path) -> None:
         "Hi",
         [("f", '{"a": 1}'), ("g", "{}")],
     )
-    assert found.constraint([], None) is None  # type: ignore[arg-type] # not looked at
+    assert answer_of(split_whole(found, "Write @call f")) == ("Write @call f", [])
+    assert found.constraint([Tool(name="f")], ToolChoice("required")) is not None
 
 
 @pytest.mark.parametrize(
@@ -76,11 +53,11 @@ def test_plugin_format_of_user_is_found_and_splits(tmp_path: Path) -> None:
         ("def f(:", r"raised SyntaxError"),
         ("x = 1", r"plugin.py registers no format: it has to call `register_tool_format`"),
         (
-            PLUGIN.replace("AtFormat())", "AtFormat)"),
-            r"line 27 raised .*instance of a subclass of ToolFormat",
+            PLUGIN.replace("At())", "At)"),
+            r"line 36 raised .*instance of a subclass of ToolFormat",
         ),
-        (PLUGIN.replace('name = "at"', "name = 5"), r"AtFormat needs a `name`"),
-        (PLUGIN.replace('("@call ", "@end")', '"@call"'), r"AtFormat needs a `name`.* and `markers`"),
+        (PLUGIN.replace('name = "at"', "name = 5"), r"At needs a `name`"),
+        (PLUGIN.replace('("@call ", "@end")', '"@call"'), r"At needs a `name`.* and `markers`"),
     ],
 )
 def test_plugin_broken_file_is_refused_with_reason(tmp_path: Path, text: str, message: str) -> None:
