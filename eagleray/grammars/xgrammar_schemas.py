@@ -6,6 +6,7 @@ forbids. So only schemas are taken whose every keyword it enforces where it stan
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,9 @@ ANNOTATIONS = frozenset(
      "writeOnly", "$defs", "definitions")
 )  # fmt: skip
 OF_TYPE = {
-    "string": frozenset(("minLength", "maxLength", "pattern", "format")),
+    "string": frozenset(
+        ("pattern", "format")
+    ),  # with lengths it lets control characters pass, which JSON does not have
     "integer": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
     "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
@@ -28,9 +31,13 @@ OF_TYPE = {
 }
 """Keywords by the type that has to be named beside them: without it, any value passes."""
 FORMATS = frozenset(
-    ("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
-     "uri-template", "json-pointer", "relative-json-pointer")
+    ("email", "duration", "ipv6", "uuid", "uri", "uri-reference", "uri-template", "json-pointer",
+     "relative-json-pointer")
 )  # fmt: skip
+"""Formats that it enforces. It has months of 31 days, leap seconds in every minute, leading zeros in `ipv4` and names
+of any length in `hostname`."""
+NOT_ENFORCED_IN_PATTERNS = re.compile(r"\\[sS]|(?<!^)(?<![\\\[])\^|(?<!\\)\$(?!$)")
+"""White space of other scripts, and anchors inside an expression."""
 ALONE = ("$ref", "anyOf", "enum", "const")
 """Keywords beside which others are not enforced."""
 
@@ -57,7 +64,7 @@ def _dropped(schema: Any) -> Iterator[str]:
         yield from keywords - {alone[0], "type"}
         if alone[0] in ("$ref", "anyOf") and "type" in keywords:
             yield "type"
-        if not str(schema.get("$ref", "#")).startswith("#"):
+        if not re.match("#(/|$)", str(schema.get("$ref", "#"))):
             yield "$ref"
     else:
         named = schema.get("type", ())
@@ -70,12 +77,14 @@ def _dropped(schema: Any) -> Iterator[str]:
 
 def _dropped_together(schema: dict[str, Any]) -> Iterator[str]:
     """Yield keywords that are enforced alone, but not with their neighbours."""
-    if schema.get("format", "date") not in FORMATS:
+    if "format" in schema and ("pattern" in schema or schema["format"] not in FORMATS):
         yield "format"
-    if "pattern" in schema or "format" in schema:
-        yield from schema.keys() & {"minLength", "maxLength"}
-    if "pattern" in schema and "format" in schema:
-        yield "format"
+    if NOT_ENFORCED_IN_PATTERNS.search(str(schema.get("pattern", ""))):
+        yield "pattern"
+    if schema.get("properties") and schema.get("additionalProperties") is not False:
+        yield "additionalProperties other than false"  # an escape lets a free property have the name of another one
+    if schema.get("minProperties", 0) not in (0, 1):
+        yield "minProperties above 1"  # names may repeat
     if not set(schema.get("required", ())) <= schema.get("properties", {}).keys():
         yield "required"
 
