@@ -152,7 +152,7 @@ class LLGuidanceMatcher:
 
 
 def _address(mask: TokenMask) -> int:
-    """Return the address of the mask, in a third of the time of `mask.ctypes.data`."""
+    """Return the address of the mask, in a fraction of the time of `mask.ctypes.data`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mask.data))
 
 

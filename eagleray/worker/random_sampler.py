@@ -47,7 +47,10 @@ CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**23}
 # the distribution. All distances below 2**-14 are in one bucket, and so are all that are too large to have any weight.
 BUCKET_SHIFT = 16
 FIRST_BUCKET = int(np.float32(2**-14).view(np.int32)) >> BUCKET_SHIFT
-WEIGHTLESS = (int(np.float32(32).view(np.int32)) >> BUCKET_SHIFT) - FIRST_BUCKET
+WEIGHTLESS_DISTANCE = 32.0
+"""Distance at which a token weighs nothing. Longer ones are cut to it, since exponentials of numbers such as minus
+infinity take five times as long."""
+WEIGHTLESS = (int(np.float32(WEIGHTLESS_DISTANCE).view(np.int32)) >> BUCKET_SHIFT) - FIRST_BUCKET
 
 
 def stream_of(seed: int) -> np.uint64:
@@ -222,7 +225,7 @@ def _distances(logits: Tensor, highest: Tensor, settings: DrawSettings, out: Ten
 
 def _weigh(distances: Tensor, settings: DrawSettings, out: Tensor) -> Tensor:
     """Write the weight of each token into the front of `out`, 0 below min_p. Changes the distances."""
-    weights = out[:, : distances.shape[1]].copy_(distances.neg_().exp_().mul_(ONE))
+    weights = out[:, : distances.shape[1]].copy_(distances.clamp_(max=WEIGHTLESS_DISTANCE).neg_().exp_().mul_(ONE))
     if settings.min_p.any():
         weights.masked_fill_(weights < _tensor(np.ceil(settings.min_p * ONE).astype(np.int64), weights)[:, None], 0)
     return out
