@@ -10,6 +10,8 @@ import pytest
 from checkpoints import make_checkpoint
 from harness import Answer, LocalEngine, random_prompt
 
+from eagleray.messages.thinking import Thinking
+
 VOCAB = 300
 NEW_TOKENS = 24
 SEEDED = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "seed": 1234}
@@ -28,6 +30,9 @@ REQUESTS: Requests = {
     "bias": SEEDED
     | {"prompt": random_prompt(6, 16, VOCAB), "logit_bias": {5: 4.0, 6: -100.0}}
     | {"allowed_token_ids": tuple(range(3, 40))},
+    "thinking": SEEDED
+    | {"prompt": random_prompt(7, 20, VOCAB)}
+    | {"thinking": Thinking(end=(9,), is_open=True, budget=8, forced_end=(8, 9))},
 }
 
 
