@@ -68,18 +68,36 @@ class _Qwen3CoderSplitter(CallSplitter):
         marker = yield from self.text.read_until(self._PARAMETERS, discard)
         while marker == PARAMETER:
             name = yield from self._read_name()
-            end: str | None = PARAMETER_END
+            marker = PARAMETER_END
             if name:
                 yield from self.text.take("\n")
                 arguments.begin_parameter(name)
-                end = yield from self.text.read_until(self._VALUE_ENDS, arguments.value)
-                arguments.end_parameter(is_complete=end is not None)
-            marker = end and end.removeprefix("\n")
+                marker = yield from self._read_value(arguments)
+                arguments.end_parameter(is_complete=marker is not None)
             if marker == PARAMETER_END:
                 marker = yield from self.text.read_until(self._PARAMETERS, discard)
         if marker is not None:
             arguments.end()
         return marker
+
+    def _read_value(self, arguments: TypedArguments) -> Reading[str | None]:
+        """Read a value, and the marker after it, which is returned; None if the text ends.
+
+        Models forget the value's own end. The end of the function is one too, but only at the end of the call: it may
+        also be a line of the value.
+        """
+        while (end := (yield from self.text.read_until(self._VALUE_ENDS, arguments.value))) is not None:
+            marker = end.removeprefix("\n")
+            if marker != FUNCTION_END:
+                return marker
+            space = yield from self.text.read_space()
+            after = yield from self.text.take(CALL_END, PARAMETER_END)
+            if after == CALL_END or not (after or (yield from self.text.peek())):
+                return CALL_END
+            arguments.value(end + (space.removesuffix("\n") if after else space))
+            if after:
+                return after
+        return None
 
 
 def _tag(tool: Tool) -> StructuralFormat:

@@ -23,6 +23,12 @@ TOOLS = [Tool(name="f", parameters={"properties": {"s": {"type": "string"}, "n":
         ("<function=f>\n<parameter=s>\n</parameter>\n</function>", "", [("f", '{"s": ""}')]),
         ("<function=f>\n<parameter=s>\n\na\n\n</parameter>\n</function>", "", [("f", '{"s": "\\na\\n"}')]),
         ("<function=f>\n<parameter=s>\n</function>\n</parameter></function>", "", [("f", '{"s": "</function>"}')]),
+        (
+            "<tool_call><function=f><parameter=s>a\n</function>\nb\n</function>\n</parameter>\n</function></tool_call>",
+            "",
+            [("f", '{"s": "a\\n</function>\\nb\\n</function>"}')],
+        ),
+        ("<function=f>\n<parameter=s>\na\n</function>\n</tool_call>\nB", "\nB", [("f", '{"s": "a"}')]),
         ("<function=f>\n<parameter=s>\na\n<parameter=n>\n1\n</function>", "", [("f", '{"s": "a", "n": 1}')]),
         ("<function=f>\n<parameter=n>\n1\n</parameter>\n</tool_call>", "", [("f", '{"n": 1}')]),
         ("<function=f>\n<parameter=\n<parameter=n>1</parameter></function>", "", [("f", '{"n": 1}')]),

@@ -25,21 +25,7 @@ PIECES = [*MARKERS, "[CALL_ID]", "<function=", "</function>", "<parameter=", "</
 PIECES += ["</arg_key>", "<arg_value>", "</arg_value>", "```json\n", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"]
 PIECES += ["<｜tool▁sep｜>", "<｜tool▁calls▁end｜>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"]
 PIECES += ["<|tool_call_argument_begin|>", "functions.f:0"]
-PIECES += [
-    "[",
-    "]",
-    '"',
-    ":",
-    ",",
-    ";",
-    ">",
-    '"name"',
-    '"arguments"',
-    '"f"',
-    "f",
-    '{"name": "f", "parameters": {',
-    "\n",
-]
+PIECES += [*'[]":,;>f\n', '"name"', '"arguments"', '"f"', '{"name": "f", "parameters": {']
 TYPES = {
     "text": {"type": "string"},
     "count": {"type": "integer"},
@@ -56,7 +42,7 @@ def typed_arguments(random: Random) -> dict[str, Any]:
     """Return arguments that follow `TYPES`."""
     markers = [*MARKERS, "<parameter=", "</function>"]
     values = {
-        "text": random_text(random, markers).replace("\n<", "<"),  # where a value ends
+        "text": random_text(random, markers).replace("\n<p", "<p"),  # where a value ends
         "count": random.choice([0, -3, 10**20]),
         "ratio": random.choice([0.5, 1e-7, 3, -2.5e30]),
         "flag": random.choice([True, False]),
