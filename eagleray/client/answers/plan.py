@@ -92,8 +92,8 @@ class AnswerPlan(NamedTuple):
         """Return the fields of `SamplingParams` that such answers need, see `constrain`."""
         constraint = self.constrain(content)
         fields: dict[str, Any] = {} if constraint is None else {"structured_outputs": constraint}
-        if self.is_divided and tokenizer is not None:
-            fields["kept_special_token_ids"] = tokenizer.special_ids_of(self.markers)
+        if tokenizer is not None and (kept := tokenizer.special_ids_of(self.markers)):
+            fields["kept_special_token_ids"] = kept
         return fields
 
     def _constraint(self, calls: ToolFormat, content: StructuredOutputsParams | None) -> StructuralFormat | None:

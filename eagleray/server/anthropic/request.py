@@ -26,7 +26,7 @@ from eagleray.server.fields import CacheSalt, ModelName, Priority, RequestId, Se
 
 class ThinkingOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Annotated[str, Meta(description="disabled, or else a separation of the thinking.")]
-    budget_tokens: Annotated[int | None, Meta(description="No effect.")] = None
+    budget_tokens: Annotated[int | None, Meta(description="Tokens after which the thinking is ended.")] = None
     display: Annotated[str | None, Meta(description="No effect.")] = None
 
 

@@ -50,7 +50,7 @@ from eagleray.server.generation import Generation, GenerationGroup, weight_versi
 from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.service import Service
 
-FIELD_NAMES = {"prompt": "messages", "stop": "stop_sequences"}
+FIELD_NAMES = {"prompt": "messages", "stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens"}
 
 
 class ParsedMessages(ParsedConversation[MessagesRequest, AnyMessageEvent]):
@@ -85,7 +85,8 @@ class ParsedMessages(ParsedConversation[MessagesRequest, AnyMessageEvent]):
         return to_conversation(self.service, self.body, self.plan.requested.offered)
 
     def _sampling_params(self) -> SamplingParams:
-        return self._merge_answer(self.body.max_tokens, stop=self.body.stop_sequences)
+        budget = None if self.body.thinking is None else self.body.thinking.budget_tokens
+        return self._merge_answer(self.body.max_tokens, stop=self.body.stop_sequences, thinking_token_budget=budget)
 
     def _content_constraint(self) -> StructuredOutputsParams | None:
         form = None if self.body.output_config is None else self.body.output_config.format

@@ -122,6 +122,9 @@ class ResponsesRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True)
     structured_outputs: Annotated[
         StructuredOutputsParams | None, Meta(description="Constraint of the text, with the names of vLLM.")
     ] = None
+    thinking_token_budget: Annotated[
+        int | None, Meta(description="Tokens after which the model's thinking is ended; -1: no limit.")
+    ] = None
     tools: Tools = None
     tool_choice: ToolChoiceField = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Returned with the answer.")] = None
