@@ -7,6 +7,7 @@ refused on every machine or on none.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from eagleray.errors import CheckpointError, InvalidRequest
 from eagleray.grammars.lark_rules import SpecialTokens
-from eagleray.grammars.llguidance_errors import refusal
+from eagleray.grammars.llguidance_errors import GrammarTooLarge, refusal
 from eagleray.grammars.llguidance_schemas import prepare_schema
 from eagleray.grammars.matcher import TokenMask, allow_only, forbid, mask_words
 from eagleray.grammars.structural_tag_lark import to_lark
-from eagleray.grammars.structural_tags import parse_structural_tag
+from eagleray.grammars.structural_tags import parse_structural_tag, schemas_in
 from eagleray.messages.grammars import PARAM, Grammar
 
 LIMITS = LLParserLimits(
@@ -36,6 +37,11 @@ LIMITS = LLParserLimits(
 """With these, the costliest grammars of the tests are refused within 0.1 s and 20 MB."""
 
 QUIET = 0
+
+MAX_TRIED_SCHEMAS = 64
+"""Number of first schemas of a structural tag among which the one that is refused is looked for."""
+MAX_SHOWN_CHARS = 100
+"""Number of characters before such a schema that the refusal shows."""
 
 
 class LLGuidanceCompiler:
@@ -55,6 +61,26 @@ class LLGuidanceCompiler:
 
     def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         """See `GrammarCompiler.compile`."""
+        try:
+            return self._compile(grammar)
+        except GrammarTooLarge:
+            raise
+        except InvalidRequest as error:
+            part = self._refusal_of_part(grammar) if grammar.kind == "structural_tag" else None
+            raise part or error from None
+
+    def _refusal_of_part(self, grammar: Grammar) -> InvalidRequest | None:
+        """Return the refusal of the first schema behind a text of a structural tag that is refused by itself."""
+        placed = schemas_in(parse_structural_tag(grammar.source, PARAM))
+        for before, schema in itertools.islice((one for one in placed if one.before), MAX_TRIED_SCHEMAS):
+            source = msgspec.json.encode(schema).decode()
+            try:
+                self._compile(Grammar(kind="json_schema", source=source, whitespace=grammar.whitespace))
+            except InvalidRequest as error:
+                return InvalidRequest(f"behind {before[-MAX_SHOWN_CHARS:]!r}, {error}", param=PARAM)
+        return None
+
+    def _compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         try:
             matcher = LLMatcher(self._tokenizer, self._definition(grammar), log_level=QUIET, limits=LIMITS)
         except InvalidRequest:

@@ -5,7 +5,8 @@ The newer form is a tree of formats; the older one lists `structures` and the `t
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -158,6 +159,44 @@ def parse_structural_tag(text: str, param: str) -> Format:
         message = "it is nested too deeply"
     known = f"; the types of formats are {TYPES}" if message.endswith("type`") else ""
     raise InvalidRequest(f"the structural tag is wrong: {message}{known}", param=param)
+
+
+class PlacedSchema(NamedTuple):
+    """A JSON schema in a structural tag."""
+
+    before: str
+    """Fixed text before the value, or one of several."""
+    schema: bool | dict[str, Any]
+
+
+def schemas_in(form: Format, before: str = "") -> Iterator[PlacedSchema]:
+    """Yield the schemas of a format. `before`: the text before it."""
+    match form:
+        case SchemaFormat(schema):
+            yield PlacedSchema(before, schema)
+        case TagFormat(begin, content):
+            yield from schemas_in(content, before + begin if isinstance(begin, str) else before)
+        case SequenceFormat(parts):
+            for part in parts:
+                yield from schemas_in(part, before)
+                before += _fixed_text(part)
+        case OrFormat(parts) | TriggeredTagsFormat(tags=parts) | TagsWithSeparatorFormat(tags=parts):
+            for part in parts:
+                yield from schemas_in(part, before)
+        case OptionalFormat(part) | PlusFormat(part) | StarFormat(part) | RepeatFormat(content=part):
+            yield from schemas_in(part, before)
+
+
+def _fixed_text(form: Format) -> str:
+    match form:
+        case ConstStringFormat(value):
+            return value
+        case SequenceFormat(parts):
+            return "".join(map(_fixed_text, parts))
+        case OrFormat(parts):
+            return _fixed_text(parts[0]) if parts else ""
+        case _:
+            return ""
 
 
 def _schema(schema: str | bool | dict[str, Any]) -> bool | dict[str, Any]:

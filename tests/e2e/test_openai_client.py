@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(checkpoint):
     options = ("--served-model-name", MODEL, "--api-key", KEY, "--max-model-len", "512")
-    options += ("--tool-call-parser", "hermes")
+    options += ("--tool-call-parser", "hermes", "--structured-outputs-backend", "llguidance")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLERAY_API_KEY", OTHER_KEY)
         with serve(str(checkpoint), *options) as server:
@@ -270,3 +270,11 @@ def test_chat_required_call_comes_whole_and_streamed_and_takes_a_result(client):
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     history = [*MESSAGES, choice.message, result]
     assert client.chat.completions.create(messages=history, tool_choice="none", **fields).choices[0].message.content
+
+
+def test_chat_strict_schema_that_cannot_be_followed_names_the_tool(client):
+    function = {"name": "odd", "strict": True, "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
+    with pytest.raises(openai.BadRequestError, match="odd"):
+        client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, tools=[WEATHER, {"type": "function", "function": function}]
+        )

@@ -12,6 +12,7 @@ from grammar_tokenizers import WHITESPACE, Words
 from eagleray.client.answers.formats import StructuralFormat, ToolFormat
 from eagleray.client.answers.tool_formats import get_tool_format
 from eagleray.client.answers.tools import Tool, ToolChoice
+from eagleray.errors import InvalidRequest
 from eagleray.messages.grammars import Grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
@@ -177,3 +178,13 @@ def test_harmony_content_constraint_is_for_the_final_message() -> None:
         assert matches("openai", constraint, f"{before}<|channel|>final<|message|>{GOOD}")
         assert not matches("openai", constraint, f"{before}<|channel|>final<|message|>{BAD}")
         assert not matches("openai", constraint, before + GOOD)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_constraint_that_is_refused_names_the_tool(name: str) -> None:
+    unsupported = {"type": "object", "properties": {"b": {"not": {}}}}
+    odd = Tool(name="odd_one", parameters={"type": "object", "properties": {"a": unsupported}}, strict=True)
+    constraint = format_of(name).constraint([*TOOLS, odd], AUTO)
+    assert constraint is not None
+    with pytest.raises(InvalidRequest, match=r"(?s)behind '[^']*odd_one.*not supported: `not`"):
+        matches(name, constraint, "")
