@@ -5,7 +5,7 @@
     python scripts/compat.py --list                   the clients and their packages
 
 Environments lie in EAGLERAY_COMPAT_DIR (~/.cache/eagleray/compat) and are made again if the pins of a client change.
-The exit code is 1 if a check fails that is not expected to, or if a client could not be installed or run.
+The exit code is 1 if a check fails, or if a client could not be installed or run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tests/compat/clients"
 DOCUMENT = ROOT / "docs/compatibility.md"
 BEGIN, END = "<!-- make compat: begin -->\n", "<!-- make compat: end -->\n"
-HEAD = ("| client | version | checks passed | what fails, and why |", "|---|---|---|---|")
+HEAD = ("| client | version | checks passed | what fails |", "|---|---|---|---|")
 
 SERVER_OPTIONS = ("--enable-sglang-api", "--enable-tokenizer-info-endpoint")
 """Options that enable routes which some clients use."""
@@ -69,28 +69,15 @@ class ClientResult:
     def passed(self) -> int:
         return sum(check.is_ok for check in self.checks)
 
-    def missing_feature(self, check: CheckResult) -> str:
-        """Return the name of the missing feature that explains a failed check, or "" if the failure is unexpected."""
-        expected = self.client.expected_failures.get(check.name)
-        return expected.name if expected is not None and expected.refusal in check.detail else ""
-
-    def unexpected(self) -> list[str]:
-        """Return the failures that the table of clients does not expect, as texts."""
-        failed = [check for check in self.checks if not check.is_ok and not self.missing_feature(check)]
-        return [*([self.failure] if self.failure else []), *(f"{check.name}: {check.detail}" for check in failed)]
-
-    def resolved(self) -> list[str]:
-        """Return the checks that are expected to fail and passed."""
-        return [check.name for check in self.checks if check.is_ok and check.name in self.client.expected_failures]
+    def failures(self) -> list[str]:
+        """Return everything that failed, as texts."""
+        failed = [f"{check.name}: {check.detail}" for check in self.checks if not check.is_ok]
+        return [*([self.failure] if self.failure else []), *failed]
 
     def row(self) -> str:
         """Return the row of the report."""
-        by_reason: dict[str, list[str]] = {}
-        for check in self.checks:
-            if not check.is_ok:
-                by_reason.setdefault(self.missing_feature(check) or "not expected", []).append(check.name)
-        reasons = [f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()]
-        text = "; ".join([*([self.failure] if self.failure else []), *reasons]) or "–"
+        failed = [check.name for check in self.checks if not check.is_ok]
+        text = "; ".join([*([self.failure] if self.failure else []), *failed]) or "–"
         passed = f"{self.passed} of {len(self.checks)}"
         return f"| {self.client.title} | {self.client.version} | {passed} | {_cell(text)} |"
 
@@ -267,10 +254,8 @@ def try_clients(
         say(f"{client.name}: {' '.join([*client.pins[:1], *client.bare_pins[:1]])} …")
         result = try_client(client, runner)
         say(f"{client.name}: {result.passed} of {len(result.checks)} checks passed")
-        for failure in result.unexpected():
+        for failure in result.failures():
             say(f"{client.name}: FAILED {failure}")
-        for name in result.resolved():
-            say(f"{client.name}: {name} passes: remove it from the expected failures in scripts/compat_clients.py")
         results.append(result)
     return results
 
@@ -304,7 +289,7 @@ def main() -> int:
         return 1
     finally:
         DOCUMENT.write_text(update_table(DOCUMENT.read_text("utf-8"), results), "utf-8")
-    return int(any(result.unexpected() for result in results))
+    return int(any(result.failures() for result in results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Clients that `scripts/compat.py` tries, with the versions of their packages and the checks expected to fail.
+"""Clients that `scripts/compat.py` tries, with the versions of their packages.
 
 The script of a client is `tests/compat/clients/<name>.py`, or `.mjs` for a package of npm.
 """
@@ -6,22 +6,7 @@ The script of a client is `tests/compat/clients/<name>.py`, or `.mjs` for a pack
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
-
-class MissingFeature(NamedTuple):
-    """A feature that the server does not have, and the refusal that a check of it may report."""
-
-    name: str
-    """Name in the report."""
-    refusal: str
-    """Part of the error message."""
-
-
-TOOLS = MissingFeature("tool calls", "does not support tool calls")
-STRUCTURED_OUTPUTS = MissingFeature("structured outputs", "does not support structured outputs")
+from dataclasses import dataclass
 
 VLLM_NEEDS = (
     *("torch==2.13.0", "regex", "cachetools", "psutil", "sentencepiece", "numpy==2.3.5", "requests", "tqdm", "blake3"),
@@ -60,8 +45,6 @@ class CompatClient:
     """Name in the report."""
     bare_pins: tuple[str, ...] = ()
     """Requirements that are installed after `pins`, without their dependencies."""
-    expected_failures: Mapping[str, MissingFeature] = field(default_factory=dict)
-    """Missing feature, by the name of the check that fails for it."""
     is_pooling: bool = False
     """Whether the client needs a server with a pooling model."""
     is_node: bool = False
@@ -80,44 +63,15 @@ class CompatClient:
 
 
 CLIENTS = (
-    CompatClient(
-        "openai_python",
-        OPENAI,
-        "openai (Python)",
-        expected_failures={
-            "tools": TOOLS,
-            "response_format json_object": STRUCTURED_OUTPUTS,
-            "parse": STRUCTURED_OUTPUTS,
-        },
-    ),
-    CompatClient(
-        "openai_node",
-        ("openai@7.57.0", "zod@4.6.7", "node@22.23.3"),
-        "openai (Node.js)",
-        expected_failures={
-            "runTools": TOOLS,
-            "response_format json_object": STRUCTURED_OUTPUTS,
-            "parse": STRUCTURED_OUTPUTS,
-        },
-        is_node=True,
-    ),
+    CompatClient("openai_python", OPENAI, "openai (Python)"),
+    CompatClient("openai_node", ("openai@7.57.0", "zod@4.6.7", "node@22.23.3"), "openai (Node.js)", is_node=True),
     CompatClient("openai_embeddings", OPENAI, "openai (Python), embeddings", is_pooling=True),
-    CompatClient("anthropic_python", ("anthropic==2.12.0",), "anthropic (Python)", expected_failures={"tools": TOOLS}),
-    CompatClient(
-        "litellm_python",
-        LITELLM,
-        "litellm",
-        expected_failures={"tools": TOOLS, "response_format json_object": STRUCTURED_OUTPUTS},
-    ),
+    CompatClient("anthropic_python", ("anthropic==2.12.0",), "anthropic (Python)"),
+    CompatClient("litellm_python", LITELLM, "litellm"),
     CompatClient("litellm_pooling", LITELLM, "litellm, embeddings and ranks", is_pooling=True),
-    CompatClient(
-        "langchain_python",
-        ("langchain-openai==1.7.3", "langchain-core==1.7.2"),
-        "langchain-openai",
-        expected_failures={"structured output": STRUCTURED_OUTPUTS, "bind_tools": TOOLS},
-    ),
+    CompatClient("langchain_python", ("langchain-openai==1.7.3", "langchain-core==1.7.2"), "langchain-openai"),
     CompatClient("llama_index_python", ("llama-index-llms-openai-like==0.8.1",), "llama-index (OpenAILike)"),
-    CompatClient("instructor_python", ("instructor==1.17.0", "openai==3.54.0"), "instructor"),
+    CompatClient("instructor_python", ("instructor==1.17.0",), "instructor"),
     CompatClient("outlines_python", ("outlines==1.3.3", "openai==3.54.0"), "outlines"),
     CompatClient("pydantic_ai_python", ("pydantic-ai-slim[openai]==2.68.0",), "pydantic-ai"),
     CompatClient("openai_agents_python", ("openai-agents==0.24.0",), "openai-agents"),

@@ -58,11 +58,16 @@ def exceptions():
 
 @check("tools")
 def tools():
-    tool = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
-    answer = client.messages.create(
-        model=MODEL, messages=QUESTION, max_tokens=200, tools=[tool], tool_choice={"type": "any"}
-    )
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    tool = {"name": "weather", "input_schema": schema | {"additionalProperties": False}}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    fields = {"model": MODEL, "messages": QUESTION, "max_tokens": 200, "tools": [tool], "tool_choice": choice}
+    answer = client.messages.create(**fields)
     expect(answer.stop_reason == "tool_use", "stop_reason", answer.stop_reason)
+    expect([block.input for block in answer.content if block.type == "tool_use"] == [{"city": "Rome"}], "input", answer)
+    with client.messages.stream(**fields) as stream:
+        final = stream.get_final_message()
+    expect([block.input for block in final.content if block.type == "tool_use"] == [{"city": "Rome"}], "stream", final)
 
 
 if __name__ == "__main__":

@@ -91,8 +91,11 @@ def json_object():
 
 @check("tools")
 def tools():
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    choice = complete(tools=[tool], tool_choice="required", max_tokens=200).choices[0]
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "additionalProperties": False}},
+    }
+    choice = complete(tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=200).choices[0]
     expect(choice.finish_reason == "tool_calls", "finish_reason", choice.finish_reason)
 
 

@@ -77,7 +77,7 @@ def calling_agent(make) -> Agent:
         model=make(),
         tools=[weather],
         tool_use_behavior="stop_on_first_tool",
-        model_settings=ModelSettings(max_tokens=200, temperature=0, tool_choice="required"),
+        model_settings=ModelSettings(max_tokens=200, temperature=0, tool_choice="required", parallel_tool_calls=False),
     )
 
 

@@ -161,10 +161,11 @@ check("runTools", async () => {
       isCalled = true;
       return "sunny";
     },
-    parameters: { type: "object", properties: { city: { type: "string" } } },
+    parameters: { type: "object", properties: { city: { enum: ["Rome"] } }, additionalProperties: false },
   };
   const tools = [{ type: "function", function: weather }];
-  await client.chat.completions.runTools(chatBody({ tools, tool_choice: "required", max_tokens: 200 })).done();
+  const body = chatBody({ tools, tool_choice: "required", parallel_tool_calls: false, max_tokens: 200 });
+  await client.chat.completions.runTools(body, { maxChatCompletions: 2 }).done();
   assert(isCalled, "the tool was not called");
 });
 

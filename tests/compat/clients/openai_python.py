@@ -197,7 +197,7 @@ def responses():
 
 @check("responses stream")
 def responses_stream():
-    with client.responses.stream(model=MODEL, input="What is a list?", max_output_tokens=16, temperature=0) as stream:
+    with client.responses.stream(model=MODEL, input="What is a list?", max_output_tokens=300, temperature=0) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         expect(stream.get_final_response().output_text == text, "stream and answer differ")
 
@@ -229,8 +229,12 @@ def tool_history():
 
 @check("tools")
 def tools():
-    choice = chat(tools=[TOOL], tool_choice="required", max_tokens=200).choices[0]
+    fields = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+    choice = chat(**fields).choices[0]
     expect(choice.finish_reason == "tool_calls", "finish_reason", choice.finish_reason)
+    deltas = [call for event in chat(**fields, stream=True) for call in event.choices[0].delta.tool_calls or ()]
+    arguments = "".join(delta.function.arguments or "" for delta in deltas)
+    expect(arguments == choice.message.tool_calls[0].function.arguments, "stream and answer differ", arguments)
 
 
 @check("response_format json_object")

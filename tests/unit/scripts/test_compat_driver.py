@@ -12,10 +12,9 @@ import compat
 import pytest
 from chaos_server import ChaosFailed
 from compat import BEGIN, END, CompatFailed, LocalRunner, read_checks, try_client, try_clients, update_table
-from compat_clients import CLIENTS, CompatClient, MissingFeature
+from compat_clients import CLIENTS, CompatClient
 
-TOOLS = MissingFeature("tool calls", "no tool calls here")
-CLIENT = CompatClient("first", ("one==1.2", "two==3"), "First", expected_failures={"tools": TOOLS})
+CLIENT = CompatClient("first", ("one==1.2", "two==3"), "First")
 SECOND = replace(CLIENT, name="second", title="Second")
 DOCUMENT = f"before\n{BEGIN}{END}after\n"
 
@@ -41,50 +40,33 @@ class FakeRunner:
         return self._output
 
 
-def test_try_client_all_checks_pass_has_no_unexpected():
+def test_try_client_all_checks_pass_has_no_failures():
     result = try_client(CLIENT, FakeRunner(line("chat") + "noise of the client\n" + line("stream")))
-    assert (result.passed, result.unexpected()) == (2, [])
+    assert (result.passed, result.failures()) == (2, [])
     assert result.row() == "| First | 1.2 | 2 of 2 | – |"
 
 
-def test_try_client_expected_failure_names_the_feature():
-    result = try_client(CLIENT, FakeRunner(line("chat") + line("tools", False, "400: no tool calls here, sorry")))
-    assert result.unexpected() == []
-    assert result.row() == "| First | 1.2 | 1 of 2 | tools (tool calls) |"
-
-
-def test_try_client_other_failure_is_unexpected():
+def test_try_client_failure_is_in_its_row():
     result = try_client(CLIENT, FakeRunner(line("chat", False, "no answer")))
-    assert result.unexpected() == ["chat: no answer"]
-    assert "chat (not expected)" in result.row()
-
-
-def test_try_client_expected_failure_for_another_reason_is_unexpected():
-    result = try_client(CLIENT, FakeRunner(line("tools", False, "500: engine failed")))
-    assert result.unexpected() == ["tools: 500: engine failed"]
-    assert "tools (not expected)" in result.row()
-
-
-def test_try_client_expected_failure_that_passes_is_resolved():
-    result = try_client(CLIENT, FakeRunner(line("tools")))
-    assert (result.resolved(), result.unexpected()) == (["tools"], [])
+    assert result.failures() == ["chat: no answer"]
+    assert result.row() == "| First | 1.2 | 0 of 1 | chat |"
 
 
 def test_try_client_not_installed_is_a_row():
     result = try_client(CLIENT, FakeRunner(install_error=CompatFailed("exit code 1: no such | version")))
     assert result.row() == "| First | 1.2 | 0 of 0 | not installed: exit code 1: no such / version |"
-    assert len(result.unexpected()) == 1
+    assert len(result.failures()) == 1
 
 
 def test_try_client_that_is_cut_off_keeps_its_checks():
     error = CompatFailed("still running after 900 s", line("chat"))
     result = try_client(CLIENT, FakeRunner(run_error=error))
     assert result.passed == 1
-    assert result.unexpected() == ["did not run to its end: still running after 900 s"]
+    assert result.failures() == ["did not run to its end: still running after 900 s"]
 
 
-def test_try_client_without_checks_is_unexpected():
-    assert try_client(CLIENT, FakeRunner("nothing\n")).unexpected() == ["did not report a check"]
+def test_try_client_without_checks_has_failed():
+    assert try_client(CLIENT, FakeRunner("nothing\n")).failures() == ["did not report a check"]
 
 
 def test_try_clients_goes_on_after_a_failure():
@@ -105,7 +87,7 @@ def test_update_table_keeps_rows_of_clients_that_were_not_tried():
     again = update_table(both, [try_client(SECOND, FakeRunner(line("chat", False)))], clients)
     assert [row for row in again.splitlines() if row.startswith(("| First", "| Second"))] == [
         "| First | 1.2 | 1 of 1 | – |",
-        "| Second | 1.2 | 0 of 1 | chat (not expected) |",
+        "| Second | 1.2 | 0 of 1 | chat |",
     ]
     assert again.startswith("before\n") and again.endswith("after\n")
 
@@ -124,8 +106,6 @@ def test_update_table_without_markers_raises():
 def test_clients_have_a_script_and_pins(client):
     script = compat.SCRIPTS / f"{client.name}{'.mjs' if client.is_node else '.py'}"
     assert script.exists()
-    text = script.read_text("utf-8")
-    assert [name for name in client.expected_failures if f'"{name}"' not in text] == []
     assert all(("@" if client.is_node else "==") in pin for pin in (client.pins or client.bare_pins)[:1])
 
 
