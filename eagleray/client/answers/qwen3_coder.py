@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eagleray.client.answers.call_splitter import CallSplitter
+from eagleray.client.answers.call_splitter import CALL_NAME, CallSplitter
 from eagleray.client.answers.constraints import constrain_calls, json_value, tag
 from eagleray.client.answers.formats import StructuralFormat, ToolFormat
 from eagleray.client.answers.marker_search import MarkerSearch
@@ -46,9 +46,9 @@ class _Qwen3CoderSplitter(CallSplitter):
             self.text.start_record(start)
             if start == CALL:
                 yield from self.text.read_space()
-                yield from self.text.take(FUNCTION)
-            name = yield from self._read_name()
-            if not name:
+                start = yield from self.text.take(FUNCTION)
+            name = (yield from self._read_name()) if start == FUNCTION else ""
+            if not CALL_NAME.fullmatch(name):
                 self.parts.content(self.text.stop_record())
                 continue
             self.begin_call(name)

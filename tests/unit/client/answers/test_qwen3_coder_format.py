@@ -35,6 +35,8 @@ TOOLS = [Tool(name="f", parameters={"properties": {"s": {"type": "string"}, "n":
         ("<function=f>\n<parameter=s>\na", "", [("f", '{"s": "a')]),
         ("<function=f>\n<parameter=n>\n1", "", [("f", '{"n": 1')]),
         ("<function=f>\n<para", "", [("f", "")]),
+        ("<tool_call>f>{}</tool_call>", "<tool_call>f>{}</tool_call>", []),
+        ("<function=a b>", "<function=a b>", []),
         ("A\n<tool_call>\n<function=f", "A\n<tool_call>\n<function=f", []),
         ("<tool_call>B<function=f></function>", "<tool_call>B", [("f", "{}")]),
     ],
