@@ -7,7 +7,7 @@ import secrets
 import string
 from collections.abc import Sequence
 
-from eagleray.client.answers.call_splitter import CallEnd, CallSplitter
+from eagleray.client.answers.call_splitter import CALL_NAME, CallEnd, CallSplitter
 from eagleray.client.answers.constraints import (
     calls_in_text,
     calls_only,
@@ -99,7 +99,7 @@ class _MistralSplitter(CallSplitter):
             is_call = True
             if marker == CALL_ID:
                 call_id = yield from self._read_id()
-        if not name or not is_call:
+        if not is_call or not CALL_NAME.fullmatch(name):
             return False
         self.begin_call(name, call_id)
         yield from self.text.read_space()

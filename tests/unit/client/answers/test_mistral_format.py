@@ -30,6 +30,7 @@ MISTRAL = get_tool_format("mistral")
         ('[TOOL_CALLS]f[ARGS]{"a": [TOOL_CALLS]g{}', "", [("f", '{"a": '), ("g", "{}")]),
         ("[TOOL_CALLS]f[CALL_ID]1234", "", [("f", "")]),
         ("[TOOL_CALLS]f", "[TOOL_CALLS]f", []),
+        ('[TOOL_CALLS]"f"{}', '[TOOL_CALLS]"f"{}', []),
         ("[TOOL_CALLS][ARGS]{}", "[TOOL_CALLS][ARGS]{}", []),
         ("A [TOOL_CALLS] I call f", "A [TOOL_CALLS] I call f", []),
         ("[TOOL_CALLS] [] [TOOL_", "[TOOL_CALLS] [] [TOOL_", []),
