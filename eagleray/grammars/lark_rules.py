@@ -14,13 +14,20 @@ from typing import Any
 
 from llguidance import LLMatcher, grammar_from
 
+from eagleray.grammars.llguidance_errors import GrammarTooLarge
 from eagleray.grammars.llguidance_schemas import prepare_schema
+from eagleray.messages.grammars import PARAM
 
 Piece = str | int
 """Text, or the id of a special token."""
 
 ANY = "/(?s:.*)/"
 EMPTY = '""'
+
+
+MAX_COLONS = 2_000
+"""Bound of the rules of a user's grammar, each of which has a colon. llguidance compiles a rule within the one that
+names it, so a long chain of rules needs a large stack."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class LarkRules:
 
     def grammar(self, grammar: str) -> str:
         """Return the expression for a grammar in Lark's or GBNF's form. Raises ValueError."""
+        check_num_rules(grammar)
         name = f"g{len(self._grammars)}"
         self._grammars.append({"name": name, "lark_grammar": grammar_from("grammar", grammar)})
         return self.rule(f"@{name}")
@@ -87,6 +95,12 @@ class LarkRules:
 
     def _name(self, prefix: str, options: str, expression: str) -> str:
         return self._names.setdefault((options, expression), f"{prefix}{len(self._names)}")
+
+
+def check_num_rules(grammar: str) -> None:
+    """Raise `GrammarTooLarge` for a grammar in Lark's or GBNF's form that has too many rules."""
+    if grammar.count(":") > MAX_COLONS:
+        raise GrammarTooLarge(f"the grammar has more than {MAX_COLONS} colons, so it has too many rules", param=PARAM)
 
 
 def text_literal(text: str) -> str:

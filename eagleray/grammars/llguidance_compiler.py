@@ -17,7 +17,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from eagleray.errors import CheckpointError, InvalidRequest
-from eagleray.grammars.lark_rules import SpecialTokens
+from eagleray.grammars.lark_rules import SpecialTokens, check_num_rules
 from eagleray.grammars.llguidance_errors import GrammarTooLarge, refusal
 from eagleray.grammars.llguidance_schemas import prepare_schema
 from eagleray.grammars.matcher import TokenMask, allow_only, forbid, mask_words
@@ -35,6 +35,9 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """With these, the costliest grammars of the tests are refused within 0.1 s and 20 MB."""
+
+MAX_CHARACTERS = {"regex": 2**18, "ebnf": 2**18, "choice": 2**20, "structural_tag": 2**19}
+"""Bounds of sources by kind; `llguidance_schemas` has those of schemas."""
 
 QUIET = 0
 
@@ -61,6 +64,7 @@ class LLGuidanceCompiler:
 
     def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         """See `GrammarCompiler.compile`."""
+        _check_size(grammar)
         try:
             return self._compile(grammar)
         except GrammarTooLarge:
@@ -98,7 +102,8 @@ class LLGuidanceCompiler:
             case "json_schema":
                 return LLMatcher.grammar_from_json_schema(prepare_schema(grammar.source, grammar.whitespace))
             case "choice":
-                return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(grammar.source))))
+                texts = " | ".join(map(json.dumps, json.loads(grammar.source)))
+                return LLMatcher.grammar_from_lark(f"start: T\nT: {texts}")  # one terminal is parsed much faster
             case "regex":
                 return grammar_from("regex", grammar.source)
             case "ebnf":
@@ -180,6 +185,15 @@ class LLGuidanceMatcher:
 def _address(mask: TokenMask) -> int:
     """Return the address of the mask, in a fraction of the time of `mask.ctypes.data`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mask.data))
+
+
+def _check_size(grammar: Grammar) -> None:
+    """Raise `GrammarTooLarge`."""
+    most = MAX_CHARACTERS.get(grammar.kind)
+    if most is not None and len(grammar.source) > most:
+        raise GrammarTooLarge(f"the grammar has more than {most} characters", param=PARAM)
+    if grammar.kind == "ebnf":
+        check_num_rules(grammar.source)
 
 
 def _first_line(message: str) -> str:

@@ -59,6 +59,8 @@ MAX_SOURCE_CHARACTERS = 2**20
 MAX_CHARACTERS = 2**18
 """Bound of a schema without its annotations. A larger one takes llguidance a second or more."""
 MAX_DEPTH = 100
+MAX_PATTERN_PAIRS = 10_000
+"""Bound of the pairs of `patternProperties` of an object, which llguidance compares, in all objects together."""
 MAX_MULTIPLE = 2**32
 """llguidance computes common multiples with 32 bits, without a check."""
 
@@ -110,6 +112,7 @@ class _Preparation:
         self._draft = str(schema.get("$schema", DRAFTS[-1])).rstrip("#")
         self._multiples: list[Decimal] = []
         self._has_references = False
+        self._num_pattern_pairs = 0
         self.prepared = self._prepare(schema, "#", 0)
         self._check_multiples()
 
@@ -156,6 +159,9 @@ class _Preparation:
                     _refuse(place, f"`{key}` has {value}, which is no number of 64 bits")
                 if isinstance(value, str) and not CONTROLS.isdisjoint(value):
                     _refuse(place, f"`{key}` has a control character")
+        self._num_pattern_pairs += len(schema.get("patternProperties") or ()) ** 2
+        if self._num_pattern_pairs > MAX_PATTERN_PAIRS:
+            raise GrammarTooLarge("the JSON schema has too many `patternProperties`", param=PARAM)
         multiple = schema.get("multipleOf")
         if _is_number(multiple):
             if multiple <= 0:

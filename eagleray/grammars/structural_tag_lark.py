@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from eagleray.errors import InvalidRequest
 from eagleray.grammars.free_text import FreeText, Opening
 from eagleray.grammars.lark_rules import EMPTY, LarkRules, SpecialTokens, literal, one_of, sequence
+from eagleray.grammars.llguidance_errors import GrammarTooLarge
 from eagleray.grammars.structural_tags import (
     AnyTextFormat,
     ConstStringFormat,
@@ -37,10 +38,11 @@ def to_lark(form: Format, tokens: SpecialTokens, whitespace: str, param: str) ->
     try:
         return rules.to_grammar(_Writer(rules, tokens, whitespace).write(form, ()))
     except RecursionError:
-        reason = "it is nested too deeply"
+        raise GrammarTooLarge("the structural tag is nested too deeply", param=param) from None
+    except InvalidRequest:
+        raise
     except ValueError as error:
-        reason = str(error)
-    raise InvalidRequest(f"the structural tag is wrong: {reason}", param=param)
+        raise InvalidRequest(f"the structural tag is wrong: {error}", param=param) from None
 
 
 class _Writer:
@@ -104,17 +106,19 @@ class _Writer:
         return self._rules.rule(self._bounded(content))
 
     def _sequence(self, elements: Sequence[Format], end: End) -> str:
-        rest = self._any_of(end)
-        openings: End | None = end
-        for element in reversed(elements):
+        expressions = [self._any_of(end)]  # from the last one on
+        for element, following in zip(reversed(elements), [None, *reversed(elements)], strict=False):
             if not _is_free(element):
-                expression, openings = sequence([self._bounded(element), rest]), self._openings(element, rest)
-            elif openings is not None:
-                expression, openings = self.write(element, openings), None
-            else:
+                expressions.append(self._bounded(element))
+                continue
+            openings: End | None = end
+            if following is not None:
+                del expressions[-1]
+                openings = self._openings(following, self._rules.rule(sequence(reversed(expressions))))
+            if openings is None:
                 raise ValueError("what follows free text in a sequence has to be a const_string, a token, or a tag")
-            rest = self._rules.rule(expression)
-        return rest
+            expressions = [self.write(element, openings)]
+        return sequence(reversed(expressions))
 
     def _openings(self, form: Format, rest: str) -> End | None:
         """Return the ways in which a format and the `rest` begin. None if they are not known."""

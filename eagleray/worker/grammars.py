@@ -29,6 +29,10 @@ after a step."""
 WARM_UP_DELAY_SECONDS = 2.0
 """Time after the start until the compiler is loaded, unless a grammar comes before: other processes start meanwhile."""
 
+STACK_BYTES = 512 * 2**20
+"""Stack of the thread that compiles. llguidance is recursive along chains of references, and needs up to 16 KB for each
+link; the longest chains within the bounds of grammars fit. Memory is taken only for the part that is used."""
+
 Jobs = SimpleQueue[Grammar | None]
 """Grammars for a thread to compile; None ends it."""
 
@@ -41,11 +45,18 @@ class _Running(NamedTuple):
 class WorkerGrammars:
     """`load` makes the compiler, which may take a second for a large vocabulary. Used by the worker's thread alone."""
 
-    def __init__(self, load: Callable[[], GrammarCompiler], *, timeout: float = COMPILE_TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self,
+        load: Callable[[], GrammarCompiler],
+        *,
+        timeout: float = COMPILE_TIMEOUT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._load = load
         self._loading = threading.Lock()
         self._loaded: GrammarCompiler | None = None
         self._timeout = timeout
+        self._clock = clock
         self._cache = GrammarCache()
         self._jobs: Jobs | None = None
         self._pending: dict[Grammar, threading.Event] = {}
@@ -67,11 +78,11 @@ class WorkerGrammars:
         return GrammarPrepared(is_done=outcome is not None, failure=outcome if isinstance(outcome, Failure) else None)
 
     def get(self, grammar: Grammar) -> CompiledGrammar:
-        """Return the compiled grammar, which is compiled here if the cache does not have it."""
-        outcome = self._cache.find(grammar)
-        if outcome is None:
-            outcome = self._compile(grammar)
-            self._cache.put(grammar, outcome)
+        """Return the compiled grammar. Waits for the thread if the cache does not have it."""
+        while (outcome := self._cache.find(grammar)) is None:
+            self._begin_or_check(grammar)
+            if (pending := self._pending.get(grammar)) is not None:
+                pending.wait(self._timeout)
         if isinstance(outcome, Failure):
             raise RuntimeError(f"a row has a grammar that cannot be compiled: {outcome}")
         return outcome
@@ -91,7 +102,7 @@ class WorkerGrammars:
             (self._jobs or self._start_thread()).put(grammar)
             if is_first:
                 done.wait(FIRST_WAIT_SECONDS)
-        elif running is not None and time.monotonic() - running.begun_at > self._timeout:
+        elif running is not None and self._clock() - running.begun_at > self._timeout:
             self._abandon(running.grammar)
 
     def _abandon(self, grammar: Grammar) -> None:
@@ -106,12 +117,17 @@ class WorkerGrammars:
     def _start_thread(self) -> Jobs:
         jobs: Jobs = SimpleQueue()
         self._jobs, self._running = jobs, None
-        threading.Thread(target=self._run, args=(jobs,), name="grammars", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(jobs,), name="grammars", daemon=True)
+        size = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(size)
         return jobs
 
     def _run(self, jobs: Jobs) -> None:
         while (grammar := jobs.get()) is not None:
-            self._running = _Running(grammar, time.monotonic())
+            self._running = _Running(grammar, self._clock())
             outcome = self._compile(grammar)
             if jobs is not self._jobs:
                 return  # abandoned

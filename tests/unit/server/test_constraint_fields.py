@@ -138,3 +138,13 @@ def test_options_of_structured_outputs_are_the_defaults_of_requests(checkpoint):
         api.post("/v1/completions", {"prompt": "a", "structured_outputs": given})
         grammar = api.engine.requests[-1].sampling.grammar
         assert grammar.whitespace == "" and json.loads(grammar.source)["additionalProperties"] is True
+
+
+@pytest.mark.parametrize("depth", [200, 100_000])
+@pytest.mark.parametrize("field", ["guided_json", "response_format"])
+def test_constraint_that_is_nested_deeply_is_a_400_or_goes_to_the_engine(api, field, depth):
+    nested = '{"items":' * depth + "{}" + "}" * depth
+    wrapped = f'{{"type":"json_schema","json_schema":{{"schema":{nested}}}}}'
+    value = nested if field == "guided_json" else wrapped
+    response = api.request("POST", "/v1/completions", content=f'{{"prompt":"a","{field}":{value}}}'.encode())
+    assert response.status_code == (200 if depth == 200 else 400), response.text

@@ -58,9 +58,9 @@ def regex(source: str) -> Grammar:
 
 @contextmanager
 def worker_grammars(
-    compiler: SlowCompiler, load: Callable[[], GrammarCompiler] | None = None, timeout: float = TIMEOUT
+    compiler: SlowCompiler, load: Callable[[], GrammarCompiler] | None = None, clock: Callable[[], float] = lambda: 0.0
 ) -> Iterator[WorkerGrammars]:
-    grammars = WorkerGrammars(load or (lambda: compiler), timeout=timeout)
+    grammars = WorkerGrammars(load or (lambda: compiler), timeout=10.0, clock=clock)
     try:
         yield grammars
     finally:
@@ -102,12 +102,14 @@ def test_worker_grammars_report_a_failure_to_every_request(source: str, is_user_
 def test_worker_grammars_abandon_a_compilation_that_hangs_and_compile_the_others() -> None:
     compiler = SlowCompiler()
     compiler.gate.set()
-    with worker_grammars(compiler, timeout=0.0) as grammars:
+    now = [0.0]
+    with worker_grammars(compiler, clock=lambda: now[0]) as grammars:
         grammars.prepare(regex("hang"))
         assert compiler.hanging.wait(TIMEOUT)
-        grammars.prepare(regex("a"))
-        failure = wait_until_done(grammars, regex("hang")).failure
-        assert failure is not None and failure.is_user_error and "not compiled within 0 s" in failure.message
+        assert not grammars.prepare(regex("a")).is_done
+        now[0] = 11.0
+        failure = grammars.prepare(regex("hang")).failure
+        assert failure is not None and failure.is_user_error and "not compiled within 10 s" in failure.message
         assert wait_until_done(grammars, regex("a")).failure is None
 
 
