@@ -79,7 +79,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
         if self.json_object:
             return "json_schema", '{"type":"object"}'
         if self.json is not None:
-            return "json_schema", self.json if isinstance(self.json, str) else json_module.dumps(self.json)
+            return "json_schema", self.json if isinstance(self.json, str) else _schema_text(self.json)
         if self.regex is not None:
             return "regex", self.regex
         if self.choice is not None:
@@ -88,6 +88,13 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
             return "ebnf", self.grammar
         assert self.structural_tag is not None
         return "structural_tag", self.structural_tag
+
+
+def _schema_text(schema: dict[str, Any] | bool) -> str:
+    try:
+        return json_module.dumps(schema)
+    except RecursionError:
+        raise InvalidRequest("the JSON schema is nested too deeply", param=PARAM) from None
 
 
 def _parse_schema(source: str) -> Any:

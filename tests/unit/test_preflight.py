@@ -105,3 +105,10 @@ def test_serve_option_that_contradicts_the_files_starts_no_process(options, tmp_
     assert done.returncode == 2
     assert done.stderr.startswith(f"eagleray: error: option `{options[0][2:].replace('-', '_')}`: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
+def test_checked_model_unknown_format_of_answers_is_refused(option, directory):
+    write_config(directory)
+    with pytest.raises(ConfigError, match=rf"{option}`?: there is no format 'my_format'; use auto, none or one of"):
+        checked_model(ModelConfig(model=str(directory), **{option: "my_format"}))

@@ -17,6 +17,7 @@ from eagleray.client.answers.requested_tools import RequestedTools
 from eagleray.client.answers.tools import Tool
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import InvalidRequest, UnsupportedParameter
+from eagleray.messages.grammars import PARAM
 from eagleray.messages.structured_outputs import StructuredOutputsParams
 
 StrictLevel = Literal["auto", "function", "parameter"]
@@ -86,7 +87,17 @@ class AnswerPlan(NamedTuple):
         """
         if self.tools is None or (form := self._constraint(self.tools, content)) is None:
             return content
-        return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": form}))
+        try:
+            tag = json.dumps({"type": "structural_tag", "format": form})
+        except RecursionError:
+            raise InvalidRequest("the schemas of `tools` are nested too deeply", param="tools") from None
+        if content is None:
+            return StructuredOutputsParams(structural_tag=tag)
+        return StructuredOutputsParams(
+            structural_tag=tag,
+            disable_any_whitespace=content.disable_any_whitespace,
+            whitespace_pattern=content.whitespace_pattern,
+        )
 
     def sampling_fields(self, content: StructuredOutputsParams | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that such answers need, see `constrain`."""
@@ -138,17 +149,21 @@ class Undivided:
 
 def _structural_format(content: StructuredOutputsParams) -> StructuralFormat:
     """Return a constraint as a part of a structural tag. Raises `InvalidRequest` for one that is a structural tag."""
-    schema: Any = {"type": "object"} if content.json_object else content.json
-    if schema is not None:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
-        return {"type": "json_schema", "json_schema": schema}
-    if content.regex is not None:
-        return {"type": "regex", "pattern": content.regex}
-    if content.choice is not None:
-        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in content.choice]}
-    if content.grammar is not None:
-        return {"type": "grammar", "grammar": content.grammar}
-    raise InvalidRequest(
-        "a structural tag and `tools` both constrain the answer: give one of them, or `tool_choice` none",
-        param="response_format",
-    )
+    grammar = content.to_grammar()
+    match grammar.kind:
+        case "regex":
+            return {"type": "regex", "pattern": grammar.source}
+        case "ebnf":
+            return {"type": "grammar", "grammar": grammar.source}
+        case "structural_tag":
+            raise InvalidRequest(
+                "a structural tag and `tools` both constrain the answer: give one of them, or `tool_choice` none",
+                param=PARAM,
+            )
+    try:
+        source = json.loads(grammar.source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the JSON schema is not valid JSON: {error}", param=PARAM) from None
+    if grammar.kind == "choice":
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in source]}
+    return {"type": "json_schema", "json_schema": source}

@@ -175,6 +175,11 @@ def test_translate_default_of_vllm_is_accepted(name):
         ({"enforce_eager": None, "max_num_seqs": None}, {}),
         ({"limit_mm_per_prompt": '{"image": 0, "video": {"count": 0}}', "cpu_offload_gb": "0.0"}, {}),
         ({"task": "generate", "model_impl": "vllm", "decode_context_parallel_size": "1", "lora_dtype": "auto"}, {}),
+        (
+            {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "tool_strict_level": "function"},
+            {"tool_call_parser": "hermes", "tool_strict_level": "function"},
+        ),
+        ({"exclude_tools_when_tool_choice_none": True}, {"exclude_tools_when_tool_choice_none": True}),
         ({"guided_decoding_backend": "guidance"}, {"structured_outputs_backend": "llguidance"}),
         (
             {"structured_outputs_config": '{"backend": "xgrammar", "disable_any_whitespace": true}'},

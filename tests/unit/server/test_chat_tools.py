@@ -220,6 +220,23 @@ def test_chat_tools_beside_a_response_format_allow_either(api):
 
 
 @pytest.mark.parametrize(
+    ("content", "form"),
+    [
+        ({"regex": "a+"}, {"type": "regex", "pattern": "a+"}),
+        ({"choice": ["a", "b"]}, {"type": "or", "elements": [{"type": "const_string", "value": x} for x in "ab"]}),
+        ({"grammar": 'root ::= "a"'}, {"type": "grammar", "grammar": 'root ::= "a"'}),
+        ({"json": '{"type": "integer"}'}, {"type": "json_schema", "json_schema": {"type": "integer"}}),
+        ({"json_object": True, "whitespace_pattern": " "}, {"type": "json_schema", "json_schema": {"type": "object"}}),
+    ],
+)
+def test_chat_tools_beside_another_constraint_allow_either(api, content, form):
+    answer(api, structured_outputs=content)
+    assert structural_format(api)["elements"][1] == form
+    whitespace = api.engine.requests[-1].sampling.grammar.whitespace
+    assert (whitespace == " ") is ("whitespace_pattern" in content)
+
+
+@pytest.mark.parametrize(
     ("level", "schemas"), [("function", [{"type": "object"}] * 2), ("parameter", [PARAMETERS, PARAMETERS])]
 )
 def test_tool_strict_level_constrains_calls_of_all_tools(served, level, schemas):
@@ -301,7 +318,8 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         ),
         ({"parallel_tool_calls": "maybe"}, "parallel_tool_calls"),
         ({"include_reasoning": False}, "include_reasoning"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "response_format"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
     ],
 )
 def test_chat_wrong_tools_are_refused_by_path(api, body, param):
@@ -309,3 +327,15 @@ def test_chat_wrong_tools_are_refused_by_path(api, body, param):
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
     assert not api.engine.requests
+
+
+def test_chat_schema_that_is_nested_too_deeply_is_refused(api):
+    body = json.dumps({"messages": [USER], "max_tokens": 1, "tools": [tool("f", parameters={}, strict=True)]})
+    params = set()
+    for depth in range(400, 500, 2):  # up to beyond what is too deep for a body
+        schema = '{"type":"object","properties":{"a":' * depth + "{}" + "}}" * depth
+        content = body.replace('"parameters": {}', f'"parameters": {schema}').encode()
+        response = api.request("POST", PATH, content=content, headers={"content-type": "application/json"})
+        assert response.status_code in (200, 400), response.text
+        params.add(response.json().get("error", {}).get("param", "none"))
+    assert {"tools", None} <= params
