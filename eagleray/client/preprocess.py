@@ -241,7 +241,8 @@ class RequestBuilder:
         first_routed = routed_experts_from(params, engine, len(token_ids))
         check_common(priority, cache_salt)
         sampling = self._sampling(params, engine, seed)
-        if params.thinking_limit is not None or sampling.grammar is not None:
+        constraint = params.structured_outputs
+        if params.thinking_limit is not None or (constraint is not None and constraint.after_reasoning):
             sampling = msgspec.structs.replace(
                 sampling, thinking=self._make_thinking(text, token_ids, params, engine, sampling.grammar)
             )

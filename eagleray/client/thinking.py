@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from eagleray.client.answers.formats import ReasoningFormat
-from eagleray.client.answers.marked_reasoning import is_conversation
 from eagleray.client.answers.reasoning_formats import ReasoningConfig
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import ConfigError, InvalidRequest
@@ -47,7 +46,7 @@ class ThinkingBuilder:
         Raises `InvalidRequest` if the end of the thinking would not be found.
         """
         is_open = self._format.begins_reasoning(prompt)
-        may_begin = self._format.may_begin_reasoning(prompt) and (grammar is None or is_conversation(prompt))
+        may_begin = self._format.may_begin_reasoning(prompt)
         if not (is_open or may_begin) or (grammar is None and budget is None):
             return None
         if len(self._end) != 1 or self._end[0] >= vocab_size:

@@ -42,6 +42,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
     """Whether objects have only the properties that the schema names."""
     whitespace_pattern: str | None = None
     """Regular expression of the white space between elements of JSON."""
+    after_reasoning: bool = False
+    """Whether the model may reason before the constrained text. True in conversations, whose answers are divided."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]

@@ -46,7 +46,7 @@ class MarkedReasoning(msgspec.Struct, frozen=True, kw_only=True):
         """See `ReasoningFormat.begins_reasoning`. Without a marker in the turn that the answer continues, the format
         decides."""
         marker = self._last_marker(prompt)
-        return self.is_implied and is_conversation(prompt) if marker is None else marker == self.start
+        return self.is_implied and bool(TURN_MARKER.search(prompt)) if marker is None else marker == self.start
 
     def may_begin_reasoning(self, prompt: str) -> bool:
         """See `ReasoningFormat.may_begin_reasoning`."""
@@ -65,11 +65,6 @@ class MarkedReasoning(msgspec.Struct, frozen=True, kw_only=True):
         if last == -1 or TURN_MARKER.search(prompt, last):
             return None
         return self.start if started > ended else self.end
-
-
-def is_conversation(prompt: str) -> bool:
-    """Whether a chat template has made the prompt, as far as markers of turns show."""
-    return TURN_MARKER.search(prompt) is not None
 
 
 class _MarkedSplitter(Splitter):

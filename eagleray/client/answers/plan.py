@@ -101,8 +101,10 @@ class AnswerPlan(NamedTuple):
 
     def sampling_fields(self, content: StructuredOutputsParams | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that such answers need, see `constrain`."""
-        constraint = self.constrain(content)
-        fields: dict[str, Any] = {} if constraint is None else {"structured_outputs": constraint}
+        fields: dict[str, Any] = {}
+        if (constraint := self.constrain(content)) is not None:
+            after_reasoning = constraint.after_reasoning or self.reasoning is not None
+            fields["structured_outputs"] = msgspec.structs.replace(constraint, after_reasoning=after_reasoning)
         if tokenizer is not None and (kept := tokenizer.special_ids_of(self.markers)):
             fields["kept_special_token_ids"] = kept
         return fields

@@ -76,10 +76,17 @@ def test_thinking_with_a_grammar_ends_before_it():
     assert build(TURN, grammar=REGEX) == Thinking(end=(END,), starts=starts, forced_end=(END,), forbidden=(CALL, EOS))
 
 
-def test_thinking_in_a_prompt_without_turns_does_not_delay_a_grammar():
-    assert build("Write JSON: ", grammar=REGEX) is None
-    assert build("Write JSON: <think>", grammar=REGEX).is_open
-    assert not build("Write JSON: ", budget=3).is_open
+def test_thinking_without_a_marker_is_that_of_a_conversation():
+    builder = make_builder("deepseek_r1")
+    assert build(TURN, budget=3, builder=builder).is_open
+    assert not build("Once", budget=3, builder=builder).is_open
+
+
+def test_thinking_in_a_text_that_is_not_divided_does_not_delay_a_grammar():
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    assert sampling_of(params, Prompt(OPEN), make_builder()).thinking is None
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a", after_reasoning=True))
+    assert sampling_of(params, Prompt(OPEN), make_builder()).thinking == build(OPEN, None, REGEX)
 
 
 @pytest.mark.parametrize(
