@@ -340,6 +340,9 @@ def _arguments(options: argparse.Namespace, root: Path) -> list[str]:
         "--heartbeat-timeout": options.heartbeat_timeout,
         "--startup-timeout": RAY_START_SECONDS if {"raylet", "gcs"} & set(options.victims) else START_SECONDS,
         "--dtype": "float32",  # answers must be equal, not only valid
+        "--tool-call-parser": "hermes",
+        "--reasoning-parser": "chaos",
+        "--reasoning-parser-plugin": Path(__file__).with_name("chaos_reasoning.py"),
         "--num-threads": 1,
     }
     if options.expert_parallel:  # then the exit of one engine pauses the streams of all

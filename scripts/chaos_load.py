@@ -67,6 +67,9 @@ class Choice:
     """Completion, put together from its events."""
 
     text: str = ""
+    reasoning: str = ""
+    calls: list[str] = field(default_factory=list)
+    """Name and arguments of each tool call."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -134,7 +137,8 @@ def _make(kind: str, rng: random.Random) -> ChaosRequest:
     if path == GENERATE:
         token_ids = [rng.randrange(3, VOCAB) for _ in range(rng.choice((3, 40, 150)))]
         return ChaosRequest(kind, path, {"token_ids": token_ids, "sampling_params": body, **stream})
-    said = {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
+    begun = [{"role": "assistant", "content": body.pop("begun")}] if "begun" in body else []
+    said = {"messages": [{"role": "user", "content": prompt}, *begun]} if path == CHAT else {"prompt": prompt}
     if body.pop("whole", False):
         stream = {}
     return ChaosRequest(kind, path, {**said, **body, **stream, "return_token_ids": True})
@@ -144,12 +148,24 @@ SCHEMA = {
     "type": "array",
     "items": {
         "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "count": {"type": "integer", "minimum": 0, "maximum": 999},
+        },
         "required": ["name", "count"],
+        "additionalProperties": False,
     },
-    "minItems": 20,
+    "minItems": 4,
 }
 REGEX = "([a-z]{3,8} ){60,}[a-z]+[.]"
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA["items"], "strict": True}}
+    for name in ("find", "count_all")
+]
+REASONING_START = "^"
+"""Start marker of the format in `chaos_reasoning.py`."""
+ENDS = {"ignore_eos": False, "max_tokens": 250, "thinking_token_budget": 20}
+"""For requests whose answers end by themselves. Any model may think, because the marker is one of its tokens."""
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 
@@ -168,17 +184,20 @@ KINDS: dict[str, Callable[[random.Random, Fields, Fields], tuple[str, Fields]]] 
     "whole": lambda rng, seeded, greedy: (COMPLETIONS, seeded | {"whole": True, "min_tokens": 5, "ignore_eos": False}),
     "schema": lambda rng, seeded, greedy: (
         CHAT,
+        seeded | ENDS | {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": SCHEMA}}},
+    ),
+    "regex": lambda rng, seeded, greedy: (COMPLETIONS, seeded | ENDS | {"structured_outputs": {"regex": REGEX}}),
+    "choice": lambda rng, seeded, greedy: (GENERATE, seeded | ENDS | {"structured_outputs": {"choice": WORDS}}),
+    "tools": lambda rng, seeded, greedy: (
+        CHAT,
+        seeded | ENDS | {"tools": TOOLS, "tool_choice": rng.choice(("auto", "required"))},
+    ),
+    "thinking": lambda rng, seeded, greedy: (
+        CHAT,
         seeded
-        | {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": SCHEMA}}}
-        | {"ignore_eos": False},
-    ),
-    "regex": lambda rng, seeded, greedy: (
-        COMPLETIONS,
-        seeded | {"structured_outputs": {"regex": REGEX}, "ignore_eos": False},
-    ),
-    "choice": lambda rng, seeded, greedy: (
-        GENERATE,
-        seeded | {"structured_outputs": {"choice": WORDS}, "ignore_eos": False},
+        | ENDS
+        | {"begun": REASONING_START, "continue_final_message": True, "add_generation_prompt": False}
+        | rng.choice(({}, {"structured_outputs": {"regex": REGEX}})),
     ),
 }
 
@@ -256,6 +275,9 @@ def _add(answer: ChaosAnswer, event: dict[str, Any], now: float | None = None) -
         choice = answer.choices.setdefault(part["index"], Choice())
         said = part.get("delta") or part.get("message") or {"content": part.get("text")}
         choice.text += said.get("content") or ""
+        choice.reasoning += said.get("reasoning") or ""
+        for place, call in enumerate(said.get("tool_calls") or []):
+            _add_call(choice, call.get("index", place), call["function"])
         choice.token_ids += part.get("token_ids") or []
         choice.logprobs += (part.get("logprobs") or {}).get("token_logprobs") or []
         choice.finish_reason = part.get("finish_reason") or choice.finish_reason
@@ -267,6 +289,13 @@ def _add(answer: ChaosAnswer, event: dict[str, Any], now: float | None = None) -
             choice.arrivals.append(now)
     if usage := event.get("usage"):
         answer.num_completion_tokens = usage["completion_tokens"]
+
+
+def _add_call(choice: Choice, index: int, function: dict[str, Any]) -> None:
+    """Add the name of a tool call, and the part of its arguments, that an event has. Ids of calls are random."""
+    if index == len(choice.calls):
+        choice.calls.append("")
+    choice.calls[index] += (function.get("name") or "") + (function.get("arguments") or "")
 
 
 def find_differences(expected: ChaosAnswer, got: ChaosAnswer) -> list[str]:
@@ -287,7 +316,7 @@ def find_choice_differences(expected: Choice, got: Choice) -> list[str]:
     found = []
     if expected.token_ids != got.token_ids:
         found.append(f"tokens: {_first_difference(expected.token_ids, got.token_ids)}")
-    for name in ("text", "finish_reason", "stop_reason"):
+    for name in ("text", "reasoning", "calls", "finish_reason", "stop_reason"):
         if getattr(expected, name) != getattr(got, name):
             pair = getattr(expected, name), getattr(got, name)
             found.append(f"{name}: {str(pair[1])[-SHOWN:]!r} instead of {str(pair[0])[-SHOWN:]!r}")

@@ -38,8 +38,9 @@ def check(report: dict[str, Any], num_requests: int) -> None:
 
 @pytest.mark.timeout(180)
 def test_chaos_processes_killed_no_request_fails_or_changes(checkpoint, tmp_path):
-    options = ("--requests", "40", "--concurrency", "4", "--every", "1", "--settled", "4", "--heartbeat-timeout", "1")
-    check(chaos(tmp_path / "log", "--model", str(checkpoint), *options, seconds=170), 40)
+    """Two requests of each kind."""
+    options = ("--requests", "26", "--concurrency", "4", "--every", "1", "--settled", "3", "--heartbeat-timeout", "1")
+    check(chaos(tmp_path / "log", "--model", str(checkpoint), *options, seconds=170), 26)
 
 
 @pytest.mark.slow

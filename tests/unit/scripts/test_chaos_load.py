@@ -1,0 +1,35 @@
+"""Answers of the load of `make chaos`, put together from their events, and the differences between two of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chaos_load
+import pytest
+from chaos_load import ChaosAnswer, Choice, find_choice_differences
+
+
+def call(index: int, **function: str) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, "id": "random", "function": function}]}
+
+
+def test_add_deltas_of_reasoning_and_calls_are_joined():
+    deltas = [{"reasoning": "a"}, {"reasoning": "b"}, {"content": "c"}, call(0, name="find", arguments="")]
+    deltas += [call(0, arguments="{"), call(0, arguments="}"), call(1, name="find", arguments="[]")]
+    answer = ChaosAnswer()
+    for delta in deltas:
+        chaos_load._add(answer, {"choices": [{"index": 0, "delta": delta}]})
+    assert answer.choices == {0: Choice(text="c", reasoning="ab", calls=["find{}", "find[]"])}
+
+
+def test_add_whole_message_has_its_calls():
+    calls = [{"id": "random", "function": {"name": name, "arguments": "{}"}} for name in ("a", "b")]
+    answer = ChaosAnswer()
+    chaos_load._add(answer, {"choices": [{"index": 0, "message": {"content": None, "tool_calls": calls}}]})
+    assert answer.choices == {0: Choice(calls=["a{}", "b{}"])}
+
+
+@pytest.mark.parametrize(("field", "one", "other"), [("reasoning", "a", "ab"), ("calls", ["find{}"], ["find[]"])])
+def test_find_choice_differences_another_part_is_named(field, one, other):
+    (difference,) = find_choice_differences(Choice(**{field: one}), Choice(**{field: other}))
+    assert difference.startswith(f"{field}: ")
