@@ -115,6 +115,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens looked up in the prefix cache."""
     num_prefix_hits: int
     """Prompt tokens found in the prefix cache."""
+    num_grammar_queries: int = 0
+    """Requests with a grammar."""
+    num_grammar_hits: int = 0
+    """Requests whose grammar was compiled when they came."""
+    num_constrained: int = 0
+    """Number of the running requests that have a grammar."""
     update: int = 0
     """Number of the last weight update that the engine has applied. Prompts are not found in the cache of an earlier
     one."""

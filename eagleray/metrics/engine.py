@@ -24,6 +24,7 @@ Reading = tuple[str, str, Read]
 GAUGES: list[Reading] = [
     ("num_requests_running", "Requests that are being computed.", lambda stats: stats.num_running),
     ("num_requests_waiting", "Requests that wait to be computed.", lambda stats: stats.num_waiting),
+    ("num_requests_constrained", "Running requests whose text follows a grammar.", lambda stats: stats.num_constrained),
     (
         "kv_cache_usage_perc",
         "Part of the KV cache in use; 1 is all.",
@@ -35,6 +36,8 @@ GAUGES: list[Reading] = [
 COUNTERS: list[Reading] = [
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda stats: stats.num_prefix_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda stats: stats.num_prefix_hits),
+    ("grammar_cache_queries", "Requests with a grammar.", lambda stats: stats.num_grammar_queries),
+    ("grammar_cache_hits", "Requests whose grammar was compiled already.", lambda stats: stats.num_grammar_hits),
     ("num_preemptions", "Requests put back to wait because the cache was full.", lambda stats: stats.num_preemptions),
     (
         "prompt_tokens",
@@ -90,6 +93,7 @@ HISTOGRAMS = {
     "decode_time": ("request_decode_time_seconds", "From the first token of a request to its end."),
     "inference_time": ("request_inference_time_seconds", "From the admission of a request to its end."),
     "preemptions": ("request_num_preemptions", "Preemptions of a request until its end."),
+    "grammar_time": ("grammar_compile_seconds", "Time until all workers have compiled a grammar, or refused it."),
 }
 """Names and texts of the histograms that engines count, by their fields in the stats."""
 

@@ -120,6 +120,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self._running),
+            num_constrained=sum(run.request.sampling.grammar is not None for run in self._running),
             num_waiting=len(self._waiting),
             num_kv_blocks=self._cache.num_blocks,
             num_free_kv_blocks=self._cache.num_free_blocks,
@@ -179,6 +180,7 @@ class Scheduler:
     def on_grammar_prepared(self, grammar: Grammar, failure: Failure | None, *, seconds: float) -> list[AddressedChunk]:
         """Let the requests with this grammar run, or fail. Returns their last chunks then. `seconds`: since the workers
         were asked."""
+        self._histograms.on_grammar_compiled(seconds)
         requests = self._waiting.pop_unprepared(grammar)
         for request in requests:
             self._waiting.push(request)
@@ -414,7 +416,12 @@ class Scheduler:
     def _queue(self, request: Request) -> None:
         """Add a new request to those that wait for a row, or for their grammar."""
         grammar = request.sampling.grammar
-        if grammar is None or self._grammars.use(grammar):
+        if grammar is None:
+            self._waiting.push(request)
+            return
+        self._counters.num_grammar_queries += 1
+        if self._grammars.use(grammar):
+            self._counters.num_grammar_hits += 1
             self._waiting.push(request)
         else:
             self._waiting.push_unprepared(request, grammar)

@@ -23,6 +23,8 @@ class Counters:
     num_generation_tokens: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    num_grammar_queries: int = 0
+    num_grammar_hits: int = 0
 
 
 @dataclass(slots=True)
@@ -62,6 +64,10 @@ class EngineHistograms:
         """Record the first token of an admitted request."""
         times.first_token_at = time.monotonic()
         self._histograms["prefill_time"].add(times.first_token_at - _admitted(times))
+
+    def on_grammar_compiled(self, seconds: float) -> None:
+        """Record the time after which a grammar was compiled, or refused."""
+        self._histograms["grammar_time"].add(seconds)
 
     def on_ended(self, times: RequestTimes) -> None:
         """Record the end of a request, which counts if it was admitted."""

@@ -32,6 +32,9 @@ STATS = EngineStats(
     num_generation_tokens=200,
     num_prefix_queries=130,
     num_prefix_hits=30,
+    num_grammar_queries=12,
+    num_grammar_hits=11,
+    num_constrained=3,
 )
 
 
@@ -55,6 +58,9 @@ def test_engine_collector_reports_stats(make):
         "prefix_cache_queries_total": 130,
         "prefix_cache_hits_total": 30,
         "num_preemptions_total": 7,
+        "num_requests_constrained": 3,
+        "grammar_cache_queries_total": 12,
+        "grammar_cache_hits_total": 11,
         "prompt_tokens_total": 130,
         "generation_tokens_total": 200,
         "engine_steps_total": 6,
@@ -101,6 +107,7 @@ def test_engine_collector_reports_histograms_of_the_engine(make):
     assert values["eagleray:request_num_preemptions_count", "2"] == 7
     assert values["eagleray:request_queue_time_seconds_count", "2"] == 0
     assert values["eagleray:iteration_tokens_total_count", "2"] == 0
+    assert values["eagleray:grammar_compile_seconds_count", "2"] == 0
 
 
 def test_engine_collector_parts_have_vllms_labels(make):

@@ -52,6 +52,10 @@ def test_request_waits_for_its_grammar_while_others_run() -> None:
     assert not engine.scheduler.has_unprepared_grammars and not engine.scheduler.is_awaited(G)
     engine.add(constrained("c"))
     assert waiting(engine) == (1, 3, 0)
+    engine.step()
+    stats = engine.scheduler.stats()
+    assert (stats.num_grammar_queries, stats.num_grammar_hits, stats.num_constrained) == (3, 1, 3)
+    assert stats.distributions is not None and sum(stats.distributions.grammar_time.counts) == 1
     finish(engine)
 
 

@@ -24,6 +24,7 @@ def test_histograms_count_requests_and_steps():
         "decode_time": 0,
         "inference_time": 0,
         "preemptions": 0,
+        "grammar_time": 0,
     }
     engine.run()
     assert counts(engine) == {
@@ -34,6 +35,7 @@ def test_histograms_count_requests_and_steps():
         "decode_time": 2,
         "inference_time": 2,
         "preemptions": 2,
+        "grammar_time": 0,
     }
     stats = engine.scheduler.stats()
     assert stats.distributions.step_tokens.total == stats.num_prompt_tokens + stats.num_generation_tokens - 2
