@@ -6,8 +6,8 @@ python benchmarks/structured_outputs.py hostile [--seconds 20]
 
 `masks` computes the mask before every token of usual texts, with a vocabulary of 151,936 tokens, which is trained on
 Python's sources for a minute and kept, or that of a tokenizer.json. `tokens` runs 16 requests with and without a
-grammar in turn on one engine. `hostile` reads a stream while others send grammars that are refused, and others that
-have not been compiled yet. `--trial` runs everything once, on small models.
+grammar in turn on one engine. `hostile` sends hostile grammars, and reads a stream while others send them and new
+schemas. `--trial` runs everything once, on small models.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from eagleray import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
 from eagleray.config.resolve import DEMO_MODEL_DIR
-from eagleray.errors import InvalidRequest
+from eagleray.errors import InvalidRequest, RequestFailed
 from eagleray.grammars.llguidance_compiler import LLGuidanceCompiler
 from eagleray.grammars.matcher import GrammarCompiler, mask_words
 from eagleray.messages.structured_outputs import StructuredOutputsParams
@@ -84,16 +85,20 @@ USUAL: dict[str, tuple[dict[str, Any], str]] = {
 
 ENDLESS = {"type": "array", "items": RECORD, "minItems": 500}
 """Its texts are longer than any answer of this benchmark."""
-HOSTILE: dict[str, dict[str, Any]] = {
-    "expression of a million letters": {"regex": "a{1000000}"},
-    "nested repetition": {"regex": "(a{1000}){1000}"},
-    "ambiguous expression": {"regex": "(a|aa|aaa)*b" * 50 + "[ab]{500}(c|[a-z]){500}"},
-    "product of objects": {
-        "json": {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(20)]} for i in range(8)]}
-    },
-    "2,000 expressions": {"json": {"properties": {f"p{i}": {"pattern": "([a-z]{9}x?){90}"} for i in range(2000)}}},
-    "ambiguous rules": {"grammar": 'start: a a a\na: a a | a a a | "x" | ""'},
-}  # fmt: skip
+
+
+def hostile(number: int) -> dict[str, dict[str, Any]]:
+    """Return hostile constraints by name, other ones for each number, so that none has been compiled before."""
+    parts = [{"anyOf": [{"properties": {f"p{number}_{i}_{j}": {}}} for j in range(20)]} for i in range(8)]
+    patterns = {f"p{number}_{i}": {"pattern": "([a-z]{9}x?){90}"} for i in range(2000)}
+    return {
+        "expression of a million letters": {"regex": f"{number}a{{1000000}}"},
+        "nested repetition": {"regex": f"{number}(a{{1000}}){{1000}}"},
+        "ambiguous expression": {"regex": f"{number}" + "(a|aa|aaa)*b" * 50 + "[ab]{500}(c|[a-z]){500}"},
+        "product of objects": {"json": {"allOf": parts}},
+        "2,000 expressions": {"json": {"properties": patterns}},
+        "ambiguous rules": {"grammar": f'start: "{number}" a a a\na: a a | a a a | "x" | ""'},
+    }
 
 
 def main() -> None:
@@ -135,7 +140,7 @@ def large_tokenizer(directory: Path) -> Path:
             vocab_size=VOCAB_SIZE,
             special_tokens=["<|endoftext|>"],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            max_token_length=16,  # sources have more long names than texts
+            max_token_length=24,  # sources have more long names than texts
             show_progress=False,
         )
         tokenizer.train_from_iterator(sources(), trainer)
@@ -162,7 +167,7 @@ def open_compiler(backend: str, tokenizer_json: str, eos_token_id: int) -> Gramm
     return XGrammarCompiler(tokenizer_json, **options)
 
 
-def measure_masks(backend: str, path: Path, repeat: int) -> None:
+def measure_masks(backend: str, path: Path, num_runs: int) -> None:
     """Print times of compilation and of masks."""
     tokenizer = Tokenizer.from_file(str(path))
     eos_token_id = tokenizer.token_to_id("<|endoftext|>")
@@ -182,7 +187,7 @@ def measure_masks(backend: str, path: Path, repeat: int) -> None:
         compile_seconds = time.perf_counter() - began
         token_ids = tokenizer.encode(text).ids
         times = []
-        for _ in range(repeat):
+        for _ in range(num_runs):
             matcher = compiled.matcher()
             for token_id in token_ids:
                 began = time.perf_counter()
@@ -264,46 +269,52 @@ def run(llm: LLM, schema: dict[str, Any] | None, num_tokens: int) -> float:
 
 
 async def measure_hostile(seconds: float, threads: int | None) -> None:
-    """Print the gaps between the tokens of a stream while nothing else runs, while others send new schemas, and while
-    they send grammars that are refused; then the time until each grammar is refused."""
+    """Print time and memory of each hostile grammar, the time to the first token with a new schema, and the gaps of a
+    stream while nothing else runs, and while others send new schemas or hostile grammars."""
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(num_threads=threads, max_model_len=2048))
     try:
         await first_token_seconds(llm, {"choice": ["yes"]})  # loads the compiler
-        print(f"ms between the tokens of a stream of {seconds:.0f} s: median, 99th percentile, highest")
-        await measure_gaps(llm, "nothing else", seconds, [])
-        new = [{"json": RECORD | {"title": "", "maxProperties": 10 + i}} for i in range(200)]
-        await measure_gaps(llm, "new schemas", seconds, new)
-        await measure_gaps(llm, "hostile grammars", seconds, list(HOSTILE.values()))
-        free = [await first_token_seconds(llm, None) for _ in range(20)]
-        constrained = [await first_token_seconds(llm, {"json": RECORD | {"maxProperties": 300 + i}}) for i in range(20)]
-        print(
-            f"ms to the first token, median of 20: {1e3 * statistics.median(free):.1f} without a grammar, "
-            f"{1e3 * statistics.median(constrained):.1f} with a new schema"
-        )
-        for name, constraint in HOSTILE.items():
+        print("ms until a hostile grammar is refused or followed, and memory")
+        for name, constraint in hostile(0).items():
             with PeakMemory(os.getpid()) as memory:
                 await asyncio.sleep(0.3)
-                before = memory.peak_bytes
-                began = time.perf_counter()
-                outcome = await refusal(llm, constraint)
+                before, began = memory.peak_bytes, time.perf_counter()
+                outcome = await outcome_of(llm, constraint)
                 milliseconds = 1e3 * (time.perf_counter() - began)
+                await asyncio.sleep(0.1)
             print(
-                f"  {name:<34}{milliseconds:>8.0f} ms {(memory.peak_bytes - before) / 2**20:>6.0f} MiB  {outcome[:90]}"
+                f"  {name:<34}{milliseconds:>8.0f} ms {(memory.peak_bytes - before) / 2**20:>6.0f} MiB  {outcome[:70]}"
             )
+        free = [1e3 * await first_token_seconds(llm, None) for _ in range(20)]
+        new = [1e3 * await first_token_seconds(llm, new_schema(number)) for number in range(20)]
+        print(
+            f"ms to the first token, median of 20: {statistics.median(free):.1f} without a grammar, "
+            f"{statistics.median(new):.1f} with a new schema"
+        )
+        print(f"ms between the tokens of a stream of {seconds:.0f} s: median, 99th percentile, highest")
+        await measure_gaps(llm, "nothing else", seconds, iter(()))
+        await measure_gaps(llm, "free requests", seconds, repeat(None))
+        await measure_gaps(llm, "new schemas", seconds, map(new_schema, count(20)))
+        grammars = (constraint for number in count(1) for constraint in hostile(number).values())
+        await measure_gaps(llm, "hostile grammars", seconds, grammars)
     finally:
         llm.shutdown()
 
 
-async def measure_gaps(llm: AsyncLLM, name: str, seconds: float, constraints: list[dict[str, Any]]) -> None:
+def new_schema(number: int) -> dict[str, Any]:
+    """Return a constraint that is another one for each number."""
+    return {"json": RECORD | {"maxProperties": 10 + number}}
+
+
+async def measure_gaps(llm: AsyncLLM, name: str, seconds: float, constraints: Iterator[dict[str, Any] | None]) -> None:
     """Print the gaps between the tokens of a stream while requests with these constraints are sent, one by one."""
     stop = asyncio.Event()
 
     async def disturb() -> None:
-        while constraints and not stop.is_set():
-            for constraint in constraints:
-                await refusal(llm, constraint)
-                if stop.is_set():
-                    return
+        for constraint in constraints:
+            await outcome_of(llm, constraint)
+            if stop.is_set():
+                return
 
     disturbance = asyncio.create_task(disturb())
     gaps: list[float] = []
@@ -323,20 +334,26 @@ async def measure_gaps(llm: AsyncLLM, name: str, seconds: float, constraints: li
 
 async def first_token_seconds(llm: AsyncLLM, constraint: dict[str, Any] | None) -> float:
     """Return the time of a request for one token."""
-    params = SamplingParams(max_tokens=1, structured_outputs=constraint and StructuredOutputsParams(**constraint))
+    return await request_seconds(llm, constraint, max_tokens=1)
+
+
+async def request_seconds(llm: AsyncLLM, constraint: dict[str, Any] | None, max_tokens: int) -> float:
+    """Return the time of a request."""
+    structured = constraint and StructuredOutputsParams(**constraint)
+    params = SamplingParams(temperature=1, seed=0, max_tokens=max_tokens, structured_outputs=structured)
     began = time.perf_counter()
     async for _ in llm.generate("Once upon a time", params):
         pass
     return time.perf_counter() - began
 
 
-async def refusal(llm: AsyncLLM, constraint: dict[str, Any]) -> str:
-    """Return the reason why a grammar is refused, or "" if it is not."""
+async def outcome_of(llm: AsyncLLM, constraint: dict[str, Any] | None) -> str:
+    """Return the reason why a grammar is refused or fails within a few tokens, or "followed"."""
     try:
-        await first_token_seconds(llm, constraint)
-    except InvalidRequest as error:
+        await request_seconds(llm, constraint, max_tokens=8)
+    except (InvalidRequest, RequestFailed) as error:
         return str(error)
-    return ""
+    return "followed"
 
 
 if __name__ == "__main__":
