@@ -14,6 +14,7 @@ from eagleray.grammars.llguidance_compiler import LLGuidanceCompiler
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.grammars import Grammar
 from eagleray.messages.sampling import Sampling
+from eagleray.messages.thinking import Thinking
 from eagleray.worker.device_sampler import DeviceSampler
 from eagleray.worker.grammar_rows import GrammarRows
 from eagleray.worker.grammars import WorkerGrammars
@@ -84,6 +85,22 @@ def test_grammar_that_is_complete_ends_a_row_of_a_model_without_an_end_token(kin
     assert [bench.step(0, 1).token_ids for _ in range(2)] == [[A, A], [B, A]]
     last = bench.step(0, 1)
     assert (last.ended, last.rows, last.token_ids, last.failures) == ([0], [1], [A], [])
+
+
+def test_thinking_ends_by_its_budget_before_a_grammar_or_any_text(bench: Bench) -> None:
+    thinking = Thinking(end=(B,), is_open=True, budget=2, forced_end=(B,), forbidden=(B, WORDS.eos))
+    bench.start(0, thinking=thinking, grammar=AB)
+    bench.start(1, thinking=thinking, temperature=0.5)
+    steps = [bench.step(0, 1).token_ids for _ in range(6)]
+    assert not {B, WORDS.eos} & {*steps[0], *steps[1]}
+    assert steps[2] == [B, B]
+    assert [token_id for token_id, _ in steps[3:]] == [A, B, WORDS.eos]
+
+
+def test_thinking_whose_end_is_forbidden_fails_with_the_names_of_both(bench: Bench) -> None:
+    bench.start(0, thinking=Thinking(end=(B,), is_open=True, budget=0, forced_end=(B,)), allowed_token_ids=(A,))
+    [failure] = bench.step(0).failures
+    assert failure.is_user_error and "allowed_token_ids, bad_words, min_tokens and thinking" in failure.message
 
 
 @pytest.mark.parametrize("others", [{"allowed_token_ids": (B,)}, {"bad_words": ((A,),)}])
