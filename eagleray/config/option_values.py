@@ -82,6 +82,7 @@ STRUCTURED_OUTPUTS = (
     "structured_outputs_whitespace",
     "structured_outputs_disable_additional_properties",
     "reasoning_parser",
+    "reasoning_parser_plugin",
 )
 
 
@@ -95,8 +96,9 @@ def structured_outputs(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         options["structured_outputs_whitespace"] = ""
     if parsed(str(entries.pop("disable_additional_properties", False))):
         options["structured_outputs_disable_additional_properties"] = True
-    if parser := entries.pop("reasoning_parser", ""):
-        options["reasoning_parser"] = parser
+    for name in ("reasoning_parser", "reasoning_parser_plugin"):
+        if given_name := entries.pop(name, ""):
+            options[name] = given_name
     if others := [name for name, entry in entries.items() if not is_off(entry)]:
         raise ValueError(f"{', '.join(others)} of structured_outputs_config is not supported")
     return options

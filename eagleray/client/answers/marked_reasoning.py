@@ -17,7 +17,7 @@ TURN_MARKER = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|\[/?INST\]|<(?:start|
 
 
 class MarkedReasoning(msgspec.Struct, frozen=True, kw_only=True):
-    """A `ReasoningFormat` with two markers."""
+    """A `ReasoningFormat` with two markers; see there for the fields without a description."""
 
     name: str
     start: str = "<think>"

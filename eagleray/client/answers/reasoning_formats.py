@@ -105,12 +105,15 @@ def reasoning_config(model: ModelConfig) -> ReasoningConfig:
 def choose_reasoning_format(model: ModelConfig, template: str) -> ReasoningFormat | None:
     """Return the format that the options name, or else that of the chat template. Raises `ConfigError`."""
     config = reasoning_config(model)
-    match config.reasoning_parser or "auto" if model.reasoning_parser == "auto" else model.reasoning_parser:
+    name = model.reasoning_parser
+    if name == "auto":
+        name = config.reasoning_parser or name
+    match name:
         case "auto":
             return find_reasoning_format(template)
         case "none" | "":
             return None
-        case name:
+        case _:
             return reasoning_format(name)
 
 

@@ -190,6 +190,10 @@ def test_translate_default_of_vllm_is_accepted(name):
             {"structured_outputs_disable_additional_properties": True, "reasoning_parser": "qwen3"},
         ),
         (
+            {"structured_outputs_config": {"reasoning_parser": "", "reasoning_parser_plugin": "mine.py"}},
+            {"reasoning_parser_plugin": "mine.py"},
+        ),
+        (
             {"structured_outputs_config": {"backend": "auto", "enable_in_reasoning": False}},
             {"structured_outputs_backend": "auto"},
         ),
