@@ -105,7 +105,7 @@ class AnswerPlan(NamedTuple):
         if (constraint := self.constrain(content)) is not None:
             after_reasoning = constraint.after_reasoning or self.reasoning is not None
             fields["structured_outputs"] = msgspec.structs.replace(constraint, after_reasoning=after_reasoning)
-        if tokenizer is not None and (kept := tokenizer.special_ids_of(self.markers)):
+        if self.is_divided and tokenizer is not None and (kept := tokenizer.special_ids_of(self.markers)):
             fields["kept_special_token_ids"] = kept
         return fields
 

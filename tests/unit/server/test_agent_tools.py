@@ -19,14 +19,20 @@ TOOLS = [{"name": name, "input_schema": SCHEMA} for name in NAMES]
 CALLS = [f'<tool_call>\n{{"name": "{name}", "arguments": {{"city": "Oslo"}}}}\n</tool_call>' for name in NAMES]
 
 
-@pytest.fixture
-def api(checkpoint, tmp_path):
-    path = tmp_path / "template.jinja"
+@pytest.fixture(scope="module")
+def shared_api(checkpoint, tmp_path_factory):
+    path = tmp_path_factory.mktemp("template") / "hermes.jinja"
     path.write_text(TEMPLATE)
     with serving(checkpoint, chat_template=str(path)) as api:
         api.join(max_model_len=1024)
-        say(api, "\n".join(["Let me look.", *CALLS]))
         yield api
+
+
+@pytest.fixture
+def api(shared_api):
+    """An application, which has had other requests."""
+    say(shared_api, "\n".join(["Let me look.", *CALLS]))
+    return shared_api
 
 
 def say(api, text):
@@ -173,3 +179,36 @@ def test_messages_broken_input_is_delivered_as_text(api):
     ((name, text),) = answer["content"][0]["input"].items()
     assert name == "INVALID_JSON" and '{"city": "Oslo"}'.startswith(text)
     assert answer["stop_reason"] == "max_tokens"
+
+
+ANSWERS = {
+    ("hermes", "qwen3"): "<think>well</think>Look <tool_call>{CALL}</tool_call>",
+    ("mistral", "mistral"): "[THINK]well[/THINK]Look[TOOL_CALLS]weather[ARGS]{ARGS}",
+    ("kimi_k2", "kimi_k2"): "<think>well</think>Look<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    "<|tool_call_argument_begin|>{ARGS}<|tool_call_end|><|tool_calls_section_end|>",
+    ("openai", "openai_gptoss"): "<|channel|>analysis<|message|>well<|end|><|start|>assistant<|channel|>commentary"
+    "<|message|>Look<|end|><|start|>assistant<|channel|>commentary to=functions.weather<|message|>{ARGS}",
+}
+
+
+@pytest.mark.parametrize("formats", ANSWERS, ids="-".join)
+def test_all_routes_divide_an_answer_alike(checkpoint, formats):
+    arguments = '{"city": "Oslo"}'
+    call = f'{{"name": "weather", "arguments": {arguments}}}'
+    tools, reasoning = formats
+    with serving(checkpoint, tool_call_parser=tools, reasoning_parser=reasoning) as api:
+        api.join(max_model_len=1024)
+        say(api, ANSWERS[formats].replace("{CALL}", call).replace("{ARGS}", arguments))
+        chat_tools = [{"type": "function", "function": {"name": name}} for name in NAMES]
+        body = {"messages": [{"role": "user", "content": "hello"}], "tools": chat_tools}
+        message = api.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        (made,) = message["tool_calls"]
+        assert (message["reasoning"], message["content"].strip()) == ("well", "Look")
+        assert made["function"] == {"name": "weather", "arguments": arguments}
+        assert (made["id"] == "functions.weather:0") is (tools == "kimi_k2")
+        thought, text, called = post(api, RESPONSES).json()["output"]
+        assert (thought["content"][0]["text"], text["content"][0]["text"].strip()) == ("well", "Look")
+        assert (called["name"], called["arguments"]) == ("weather", arguments)
+        thinking, text, use = post(api, MESSAGES).json()["content"]
+        assert (thinking["thinking"], text["text"].strip()) == ("well", "Look")
+        assert (use["name"], use["input"]) == ("weather", {"city": "Oslo"})

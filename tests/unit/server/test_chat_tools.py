@@ -28,23 +28,36 @@ CALLS = (
 )
 
 
-@pytest.fixture
-def served(checkpoint, tmp_path):
-    """Make an application whose chat template shows the calls of Hermes."""
-    path = tmp_path / "template.jinja"
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    path = tmp_path_factory.mktemp("template") / "hermes.jinja"
     path.write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint, template):
+    """Make an application whose chat template shows the calls of Hermes."""
 
     def make(**options):
-        return serving(checkpoint, chat_template=str(path), **options)
+        return serving(checkpoint, chat_template=str(template), **options)
 
     return make
 
 
-@pytest.fixture
-def api(served):
+@pytest.fixture(scope="module")
+def shared_api(served):
     with served() as api:
         api.join(max_model_len=1024)
         yield api
+
+
+@pytest.fixture
+def api(shared_api):
+    """An application, which has had other requests."""
+    say(shared_api, "hello world")
+    shared_api.engine.sent.clear()
+    return shared_api
 
 
 def say(api, text):
@@ -253,7 +266,7 @@ def test_tools_without_a_choice_of_them_can_be_left_out_of_the_prompt(served):
             assert shown == prompt
 
 
-def test_chat_markers_that_are_special_tokens_are_read(served, tmp_path, checkpoint):
+def test_chat_markers_that_are_special_tokens_are_read(template, tmp_path, checkpoint):
     special = tmp_path / "special"
     special.mkdir()
     for file in checkpoint.iterdir():
@@ -261,12 +274,12 @@ def test_chat_markers_that_are_special_tokens_are_read(served, tmp_path, checkpo
     path = special / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     number = max(token["id"] for token in tokenizer["added_tokens"])
-    template = tokenizer["added_tokens"][0]
+    special_token = tokenizer["added_tokens"][0]
     for content in ("<tool_call>", "</tool_call>"):
         number += 1
-        tokenizer["added_tokens"].append(template | {"id": number, "content": content})
+        tokenizer["added_tokens"].append(special_token | {"id": number, "content": content})
     path.write_text(json.dumps(tokenizer))
-    with serving(special, chat_template=str(tmp_path / "template.jinja")) as api:
+    with serving(special, chat_template=str(template)) as api:
         api.join(max_model_len=1024)
         say(api, f"<|im_start|>{CALLS}")
         assert number in api.speech

@@ -20,14 +20,20 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 
 
-@pytest.fixture
-def api(checkpoint, tmp_path):
-    path = tmp_path / "template.jinja"
+@pytest.fixture(scope="module")
+def shared_api(checkpoint, tmp_path_factory):
+    path = tmp_path_factory.mktemp("template") / "qwen3.jinja"
     path.write_text(TEMPLATE)
     with serving(checkpoint, chat_template=str(path)) as api:
         api.join(max_model_len=1024)
-        say(api, SPEECH)
         yield api
+
+
+@pytest.fixture
+def api(shared_api):
+    """An application, which has had other requests."""
+    say(shared_api, SPEECH)
+    return shared_api
 
 
 def say(api, text):
