@@ -32,6 +32,8 @@ class ThinkingMatcher(Matcher):
         """Number of tokens in this phase."""
         self._last: deque[int] = deque(maxlen=max(map(len, (thinking.end, *thinking.starts))))
         """Last tokens of this phase, which may be a marker."""
+        self._last_of_ends = {thinking.end[-1], *thinking.interrupts}
+        """Tokens that may end the thinking: few, so that long ones are replayed quickly."""
 
     @property
     def failure(self) -> str | None:
@@ -62,7 +64,8 @@ class ThinkingMatcher(Matcher):
                 return
             self._count += 1
             self._last.append(token_id)
-            self._advance(tuple(self._last))
+            if self._phase is not _Phase.THINKING or token_id in self._last_of_ends:
+                self._advance(tuple(self._last))
 
     def _advance(self, last: tuple[int, ...]) -> None:
         """Go on after a token of a phase before the answer."""

@@ -11,7 +11,6 @@ from client_tokenizers import byte_level_json
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from eagleray.client.answers.marked_reasoning import MarkedReasoning
 from eagleray.client.answers.reasoning_formats import ReasoningConfig, choose_reasoning_format, reasoning_format
 from eagleray.client.preprocess import Prompt, RequestBuilder
 from eagleray.client.text.chat_template import ChatTemplate
@@ -39,7 +38,7 @@ def make_tokenizer(*tokens: str) -> Tokenizer:
     return Tokenizer(backend, eos_token_ids=(EOS,), chat_template=ChatTemplate({}, {}))
 
 
-TOKENIZER = make_tokenizer("<think>", "</think>", "<|channel|>", "<|end|>", "<|message|>")
+TOKENIZER = make_tokenizer("<think>", "</think>", "<|start|>", "<|channel|>", "<|end|>", "<|message|>")
 VOCAB_SIZE = TOKENIZER.vocab_size
 START, END, CALL = (TOKENIZER.token_id(name) for name in ("<think>", "</think>", "<tool_call>"))
 (NEWLINE,) = TOKENIZER.encode("\n", add_special_tokens=False)
@@ -121,17 +120,20 @@ def test_end_marker_that_is_not_a_token_is_refused_where_it_is_needed(tokens, vo
     assert build(CLOSED, 3, REGEX, builder, vocab_size) is None
 
 
-def test_header_comes_before_the_content_of_an_answer():
-    header = "<|channel|>final<|message|>"
-    channels = MarkedReasoning(
-        name="channels", start="<|channel|>a<|message|>", end="<|end|>", template_markers=(), answer_header=header
-    )
-    builder = ThinkingBuilder(channels, TOKENIZER, (EOS,), ReasoningConfig())
-    thinking = build(TURN, grammar=REGEX, builder=builder)
-    assert thinking.is_required
-    assert TOKENIZER.decode(thinking.answer_header, skip_special_tokens=False) == header
-    assert build(TURN, grammar=TAG, builder=builder).answer_header == ()
-    assert build(TURN, budget=3, builder=builder).answer_header == ()
+def test_thinking_of_gpt_oss_comes_before_the_header_of_its_content():
+    builder, prompt = make_builder("openai_gptoss"), "<|start|>user<|message|>Hi<|end|><|start|>assistant"
+    thinking = build(prompt, budget=3, grammar=REGEX, builder=builder)
+    assert (text_of(thinking.starts[0]), text_of(thinking.end)) == ("<|channel|>analysis<|message|>", "<|end|>")
+    assert (thinking.is_open, thinking.is_required, thinking.budget) == (False, True, 3)
+    assert text_of(thinking.answer_header) == "<|start|>assistant<|channel|>final<|message|>"
+    assert build(prompt, grammar=TAG, builder=builder).answer_header == ()  # the format of calls has the headers
+    assert build(prompt, budget=3, builder=builder).answer_header == ()
+    assert build(prompt + "<|channel|>analysis<|message|>", budget=3, builder=builder).is_open
+    assert build(prompt + "<|channel|>final<|message|>", grammar=REGEX, builder=builder) is None
+
+
+def text_of(token_ids: tuple[int, ...]) -> str:
+    return TOKENIZER.decode(token_ids, skip_special_tokens=False)
 
 
 def sampling_of(params: SamplingParams, prompt: Prompt, thinking: ThinkingBuilder | None) -> Sampling:
