@@ -176,7 +176,7 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
             message.reasoning = message.reasoning_content = whole.reasoning
         if whole.tool_calls:
             message.tool_calls = msgspec.convert(whole.tool_calls, list[ChatToolCall], from_attributes=True)
-        if whole.content is UNSET and self.plan.is_divided:
+        if whole.reasoning or whole.tool_calls:
             message.content = content or None
         return message
 
@@ -215,8 +215,9 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
 
     def _chunks(self, generation: Generation, delta: CompletionDelta) -> list[ChatChunk]:
         choice = self._chunk_choice(generation, delta)
+        shown = choice.delta
         is_shown = (
-            choice.delta != ChatDelta()
+            bool(shown.content or shown.reasoning or shown.tool_calls)
             or choice.finish_reason is not None
             or choice.logprobs is not None
             or choice.token_ids
@@ -234,7 +235,7 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
             stop_reason=delta.stop_reason,
             weight_versions=weight_versions(delta),
         )
-        if not self.plan.is_divided and (choice.finish_reason is not None or delta.logprobs is not None):
+        if not self.plan.is_divided:
             shown.content = shown.content or ""
         if delta.logprobs is not None and self._shows_tokens:
             choice.logprobs = self._logprobs(generation, delta)
