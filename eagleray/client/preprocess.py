@@ -367,6 +367,7 @@ class RequestBuilder:
         if self._thinking is None:
             if params.thinking_limit is None:
                 return None
+            self._need_tokenizer("`thinking_token_budget`", "thinking_token_budget")
             raise InvalidRequest(
                 "`thinking_token_budget` is not supported for this model, because its chat template shows no reasoning "
                 "of a known format: leave it out, or start with the option `reasoning_parser`",

@@ -64,7 +64,15 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
     """Text with which reasoning ends when its budget is used."""
 
 
-SAME_FORMATS = {"glm47": "glm45", "holo2": "deepseek_v3", "step3": "deepseek_r1"}
+SAME_FORMATS = {
+    "glm47": "glm45",
+    "holo2": "deepseek_v3",
+    "ling3": "glm45",
+    "mimo": "qwen3",
+    "nemotron_v3": "glm45",
+    "step3": "deepseek_r1",
+    "step3p5": "glm45",
+}
 """Further names of formats."""
 
 

@@ -158,6 +158,12 @@ def test_request_has_its_thinking(has_text):
     assert raised.value.param == "thinking_token_budget"
 
 
+def test_budget_without_a_tokenizer_is_refused():
+    builder = RequestBuilder(CLIENT, tokenizer=None, eos_token_ids=(EOS,), max_logprobs=0)
+    with pytest.raises(InvalidRequest, match="`thinking_token_budget` needs the tokenizer"):
+        builder.build(Prompt(None, [1]), SamplingParams(thinking_token_budget=3), INFO, ids_in_use=())
+
+
 def test_budget_with_given_tokens_is_refused():
     with pytest.raises(InvalidRequest, match="leave `thinking_token_budget` out"):
         SamplingParams(thinking_token_budget=3, trace_decode_token_ids=[1])
