@@ -11,8 +11,8 @@ from eagleray.messages.grammars import MAX_PREPARED_BYTES, MAX_PREPARED_GRAMMARS
 
 MAX_GRAMMARS = 2 * MAX_PREPARED_GRAMMARS
 MAX_SOURCE_BYTES = 2 * MAX_PREPARED_BYTES
-"""Bound of the sources of all grammars together, since what they compile to grows with them. Twice that of the
-scheduler, so that a grammar that it takes for compiled is here."""
+"""Bound of the sources of all grammars together, since a compiled grammar may take 200 bytes for each of its source.
+Twice that of the scheduler, so that a grammar that it takes for compiled is here."""
 
 
 class GrammarCache:

@@ -139,15 +139,18 @@ class LLGuidanceGrammar:
         return LLGuidanceMatcher(self._initial.deep_copy(), self._ends)
 
     def check_first_tokens(self, vocab_size: int) -> None:
-        """Raise `InvalidRequest` if no text can be generated."""
+        """Raise `InvalidRequest` if no text can be generated, or if a limit is hit at the first token or the second."""
         mask = np.zeros(mask_words(vocab_size), dtype=np.int32)
         first = self._initial
-        if not first.is_error():
-            first.unsafe_compute_mask_ptr(_address(mask), mask.nbytes)
-        if first.is_error():
-            raise refusal(first.get_error())
+        _compute_mask(first, mask)
         if not mask.any() or (first.is_stopped() and not first.is_accepting()):
             raise InvalidRequest("the grammar matches no text: no token can come first", param=PARAM)
+        forbid(mask, self._ends.token_ids)
+        if mask.any() and not first.is_stopped():
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            second = first.deep_copy()
+            second.consume_token(int(bits.argmax()))
+            _compute_mask(second, mask)
 
 
 class LLGuidanceMatcher:
@@ -180,6 +183,14 @@ class LLGuidanceMatcher:
         tokens = [token_id for token_id in token_ids if token_id not in self._ends.token_ids]
         if tokens and not self._matcher.is_stopped():
             self._matcher.consume_tokens(tokens)
+
+
+def _compute_mask(matcher: LLMatcher, mask: TokenMask) -> None:
+    """Compute the mask unless the text has ended. Raises `InvalidRequest` if a limit is hit."""
+    if not matcher.is_stopped():
+        matcher.unsafe_compute_mask_ptr(_address(mask), mask.nbytes)
+    if matcher.is_error():
+        raise refusal(matcher.get_error())
 
 
 def _address(mask: TokenMask) -> int:

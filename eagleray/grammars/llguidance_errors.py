@@ -41,7 +41,7 @@ SENTENCES = (
 )
 """Expressions that are searched for in a message, and the sentence for the user. The first one is taken."""
 
-LIMITS = re.compile(r"too (large|many|big|complex|deeply)|fuel|exhausted|limit", re.IGNORECASE)
+LIMITS = re.compile(r"too (large|many|big|complex|deeply)|max is|fuel|exhausted|limit", re.IGNORECASE)
 """Matches messages about a limit of the library."""
 
 MAX_MESSAGE = 300

@@ -10,7 +10,7 @@ PARAM = "structured_outputs"
 """Name of the field that errors about a grammar name. A server knows by which field the user gave it."""
 
 MAX_PREPARED_GRAMMARS = 128
-MAX_PREPARED_BYTES = 8 * 2**20
+MAX_PREPARED_BYTES = 2 * 2**20
 """Bounds of the grammars that an engine takes for compiled, and of their sources together."""
 
 GrammarKind = Literal["json_schema", "regex", "choice", "ebnf", "structural_tag"]
