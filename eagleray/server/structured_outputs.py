@@ -77,8 +77,10 @@ def constraint_of(fields: ConstraintFields) -> StructuredOutputsParams | None:
 def constraint_names(body: Any) -> Mapping[str, str]:
     """Return the name of the field by which the body constrains the answer, by the one that errors name."""
     for name in (*CONSTRAINTS, "tools"):
-        if getattr(body, name, None) is not None:
-            return {PARAM: name}
+        match getattr(body, name, None):
+            case None | ResponseFormat(type="text"):
+                continue
+        return {PARAM: name}
     return {}
 
 

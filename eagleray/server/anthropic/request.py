@@ -85,11 +85,11 @@ class CountTokensRequest(AnthropicRequest, kw_only=True, forbid_unknown_fields=T
 
 SERVER_TOOLS = Feature("tools that the server runs", "leave it out")
 OPENAI_STOP = Feature("a field of this name here", "call it `stop_sequences`")
-OLDER_FORMAT = Feature("a field of this name here", "call it `output_config.format`")
+OTHER_FORMAT = Feature("a field of this name here", "call it `output_config.format`")
 CONTAINERS = Feature("containers for code", "leave it out")
 
 COUNT_FATES: Mapping[str, Fate] = {
-    "output_format": refused(OLDER_FORMAT),
+    "output_format": refused(OTHER_FORMAT),
     "mcp_servers": refused(SERVER_TOOLS, []),
     "container": refused(CONTAINERS),
     **dict.fromkeys(("cache_control", "betas", "diagnostics", "user_profile_id"), ACCEPTED),
@@ -104,6 +104,7 @@ MESSAGES_FATES: Mapping[str, Fate] = {
     **COUNT_FATES,
     "service_tier": ignored("auto", "standard_only"),
     "stop": refused(OPENAI_STOP, []),
+    "response_format": refused(OTHER_FORMAT, {"type": "text"}),
     "n": refused(SEVERAL_ANSWERS, 1),
 }
 """Table of /v1/messages."""

@@ -16,6 +16,7 @@ from eagleray.client.answers.requested_tools import (
     read_tools,
 )
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
+from eagleray.messages.grammars import PARAM
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
 from eagleray.messages.structured_outputs import StructuredOutputsParams
@@ -50,7 +51,12 @@ from eagleray.server.generation import Generation, GenerationGroup, weight_versi
 from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.service import Service
 
-FIELD_NAMES = {"prompt": "messages", "stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens"}
+FIELD_NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    PARAM: "output_config.format",
+}
 
 
 class ParsedMessages(ParsedConversation[MessagesRequest, AnyMessageEvent]):

@@ -7,15 +7,17 @@ import json
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from server_fakes import serving
+from server_fakes import Chunk, FinishReason, serving
 
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+USER = {"role": "user", "content": "hello"}
 EVENT = TypeAdapter(ResponseStreamEvent)
 TEMPLATE = "{% for message in messages %}{{ message.content }};{% endfor %}{# <tool_call> </tool_call> #}"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 NAMES = ("weather", "time")
 FUNCTIONS = [{"type": "function", "name": name, "parameters": SCHEMA} for name in NAMES]
 TOOLS = [{"name": name, "input_schema": SCHEMA} for name in NAMES]
+NESTED = [{"type": "function", "function": tool} for tool in FUNCTIONS]
 CALLS = [f'<tool_call>\n{{"name": "{name}", "arguments": {{"city": "Oslo"}}}}\n</tool_call>' for name in NAMES]
 
 
@@ -142,6 +144,30 @@ def test_agent_routes_constrain_the_form_of_texts(api):
     assert json.loads(api.engine.requests[-1].sampling.grammar.source) == SCHEMA
     post(api, RESPONSES, tools=None, text={"format": {"type": "json_object"}})
     assert api.engine.requests[-1].sampling.grammar.kind == "json_schema"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (RESPONSES, {"text": {"format": {"type": "json_object"}}, "tools": None}, "text.format"),
+        (RESPONSES, {"structured_outputs": {"json_object": True}}, "structured_outputs"),
+        (RESPONSES, {"tool_choice": "required"}, "tools"),
+        (CHAT, {"response_format": {"type": "text"}, "tool_choice": "required"}, "tools"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_routes_name_the_field_of_a_constraint_that_engines_refuse(api, path, body, param):
+    refusal = {"finish_reason": FinishReason.ERROR, "error": "too odd", "is_user_error": True}
+    script, api.engine.script = (
+        api.engine.script,
+        lambda request: iter([Chunk(request_id=request.request_id, param="structured_outputs", **refusal)]),
+    )
+    try:
+        known = {"input": "hello", "tools": FUNCTIONS} if path == RESPONSES else {"messages": [USER], "tools": NESTED}
+        response = api.post(path, {**known, **body})
+    finally:
+        api.engine.script = script
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_messages_calls_are_blocks(api):

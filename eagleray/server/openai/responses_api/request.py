@@ -181,6 +181,7 @@ RESPONSES_FATES: Mapping[str, Fate] = {
     **NO_REASONING,
     **_INPUT_FATES,
     **{name: fate for name, fate in UNCONSTRAINED.items() if name != "structured_outputs"},
+    "response_format": refused(_renamed("text.format"), {"type": "text"}),
     "background": refused(BACKGROUND, False),
     "prompt": refused(PROMPT_TEMPLATES),
     "n": refused(SEVERAL_ANSWERS, 1),

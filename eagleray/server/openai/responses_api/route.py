@@ -20,6 +20,7 @@ from eagleray.client.answers.requested_tools import (
 )
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.errors import InvalidRequest, NotFound
+from eagleray.messages.grammars import PARAM
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
 from eagleray.messages.structured_outputs import StructuredOutputsParams
@@ -64,6 +65,7 @@ FIELD_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
+    PARAM: "text.format",
 }
 
 STATES: dict[FinishReason | None, ResponseState] = {
