@@ -48,8 +48,8 @@ GRAMMAR_POLL_SECONDS = 0.0005
 """Interval at which workers are asked whether they have compiled a grammar, while nothing else is to be done. Most take
 less than a millisecond."""
 
-GRAMMAR_TIMEOUT_SECONDS = 60.0
-"""Time for all workers to compile a grammar. A worker abandons one that takes 10 s, and others may come before it."""
+GRAMMAR_TIMEOUT_SECONDS = 90.0
+"""Time for all workers to compile a grammar. A worker abandons one that takes 75 s."""
 
 TRANSFER_POLL_SECONDS = 0.02
 """Interval at which workers are asked whether they have received weights, while the engine steps."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.errors import ConfigError, EagleRayError, InvalidRequest
 from eagleray.grammars.llguidance_errors import GrammarTooLarge
 from eagleray.grammars.matcher import CompiledGrammar, GrammarCompiler
 from eagleray.messages.grammars import Grammar
@@ -54,17 +54,17 @@ class FallbackCompiler:
         self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """See `GrammarCompiler.compile`. The error is the first compiler's."""
+        """See `GrammarCompiler.compile`. The error is the first compiler's, also if the second cannot be loaded."""
         try:
             return self._first.compile(grammar)
         except GrammarTooLarge:
             raise  # another library would only take longer to find out
         except InvalidRequest as refusal:
-            with self._lock:
-                self._second = self._second or self._load_second()
             try:
+                with self._lock:
+                    self._second = self._second or self._load_second()
                 return self._second.compile(grammar)
-            except InvalidRequest:
+            except EagleRayError:
                 raise refusal from None
 
 

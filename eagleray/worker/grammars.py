@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import NamedTuple
 
 from eagleray.errors import InvalidRequest, UserError
 from eagleray.grammars.cache import GrammarCache
 from eagleray.grammars.matcher import CompiledGrammar, GrammarCompiler
 from eagleray.log import get_logger
 from eagleray.messages.failure import Failure
-from eagleray.messages.grammars import Grammar
+from eagleray.messages.grammars import PARAM, Grammar
 from eagleray.messages.steps import GrammarPrepared
 
 logger = get_logger(__name__)
 
-COMPILE_TIMEOUT_SECONDS = 10.0
-"""Time after which a compilation is abandoned. The limits of the libraries end it much sooner."""
+COMPILE_TIMEOUT_SECONDS = 75.0
+"""Time after which a compilation is abandoned. The limits of llguidance end it within a second, but xgrammar may need a
+minute to start its process."""
+
+MAX_THREADS = 4
+"""Number of grammars that are compiled at a time, so that usual ones need not wait for a costly one."""
 
 FIRST_WAIT_SECONDS = 0.0015
 """Time to wait for a compilation that begins while no other one runs. Most take less, and the engine asks again only
 after a step."""
 
+LARGE_VOCABULARY = 2**15
+"""Number of tokens from which on the compiler is loaded at the start. llguidance holds the GIL meanwhile, for up to a
+second with 150,000 tokens."""
+
 WARM_UP_DELAY_SECONDS = 2.0
-"""Time after the start until the compiler is loaded, unless a grammar comes before: other processes start meanwhile."""
+"""Time after the start until the compiler of a small vocabulary is loaded, unless a grammar comes before. Other
+processes are started meanwhile."""
 
 STACK_BYTES = 512 * 2**20
 """Stack of the thread that compiles. llguidance is recursive along chains of references, and needs up to 16 KB for each
 link; the longest chains within the bounds of grammars fit. Memory is taken only for the part that is used."""
-
-Jobs = SimpleQueue[Grammar | None]
-"""Grammars for a thread to compile; None ends it."""
-
-
-class _Running(NamedTuple):
-    grammar: Grammar
-    begun_at: float
 
 
 class WorkerGrammars:
@@ -58,19 +59,25 @@ class WorkerGrammars:
         self._timeout = timeout
         self._clock = clock
         self._cache = GrammarCache()
-        self._jobs: Jobs | None = None
+        self._jobs: SimpleQueue[Grammar | None] = SimpleQueue()  # None ends a thread
+        self._num_threads = 0
         self._pending: dict[Grammar, threading.Event] = {}
-        """Grammars that are compiled, in this order; an event is set afterwards."""
-        self._running: _Running | None = None
+        """Grammars that are to be compiled; an event is set afterwards."""
+        self._running: dict[Grammar, float] = {}
+        """Grammars that are being compiled, and when each compilation began."""
         self._timer = threading.Timer(WARM_UP_DELAY_SECONDS, self._warm_up)
         self._timer.daemon = True
 
-    def warm_up_later(self) -> None:
-        """Load the compiler in another thread, so that the first request with a grammar need not wait for it."""
-        self._timer.start()
+    def warm_up(self, vocab_size: int) -> None:
+        """Load the compiler before a request needs it: at once if that would delay steps later, else in another
+        thread."""
+        if vocab_size >= LARGE_VOCABULARY:
+            self._warm_up()
+        else:
+            self._timer.start()
 
     def prepare(self, grammar: Grammar) -> GrammarPrepared:
-        """Compile a grammar in the thread. Returns whether that is done; call it again until it is."""
+        """Compile a grammar in a thread. Returns whether that is done; call it again until it is."""
         outcome = self._cache.find(grammar)
         if outcome is None:
             self._begin_or_check(grammar)
@@ -78,7 +85,7 @@ class WorkerGrammars:
         return GrammarPrepared(is_done=outcome is not None, failure=outcome if isinstance(outcome, Failure) else None)
 
     def get(self, grammar: Grammar) -> CompiledGrammar:
-        """Return the compiled grammar. Waits for the thread if the cache does not have it."""
+        """Return the compiled grammar. Waits for a thread if the cache does not have it."""
         while (outcome := self._cache.find(grammar)) is None:
             self._begin_or_check(grammar)
             if (pending := self._pending.get(grammar)) is not None:
@@ -88,50 +95,47 @@ class WorkerGrammars:
         return outcome
 
     def close(self) -> None:
-        """Stop the thread when it has compiled its grammar."""
+        """Stop the threads when they have compiled their grammars."""
         self._timer.cancel()
-        if self._jobs is not None:
+        for _ in range(self._num_threads):
             self._jobs.put(None)
 
     def _begin_or_check(self, grammar: Grammar) -> None:
-        """Begin to compile a grammar. If it has begun, abandon the compilation that runs if it takes too long."""
-        running = self._running
+        """Begin to compile a grammar, or abandon its compilation if that takes too long."""
         if grammar not in self._pending:
-            is_first = not self._pending
             done = self._pending[grammar] = threading.Event()
-            (self._jobs or self._start_thread()).put(grammar)
-            if is_first:
+            self._jobs.put(grammar)
+            if self._num_threads < min(len(self._pending), MAX_THREADS):
+                self._num_threads += 1
+                self._start_thread()
+            if len(self._pending) == 1:
                 done.wait(FIRST_WAIT_SECONDS)
-        elif running is not None and self._clock() - running.begun_at > self._timeout:
-            self._abandon(running.grammar)
+        elif self._clock() - self._running.get(grammar, math.inf) > self._timeout:
+            self._abandon(grammar)
 
     def _abandon(self, grammar: Grammar) -> None:
-        """Refuse a grammar whose compilation does not end, and compile the others in another thread."""
+        """Refuse a grammar whose compilation does not end. Another thread takes the place of its own."""
+        if self._running.pop(grammar, None) is None:
+            return  # it has just ended
         reason = f"the grammar was not compiled within {self._timeout:g} s: simplify it"
         logger.error("a compilation is abandoned, its thread goes on: %s", reason)
-        jobs = self._start_thread()
-        self._finish(grammar, Failure.of(InvalidRequest(reason, param="structured_outputs")))
-        for other in self._pending:
-            jobs.put(other)
+        self._start_thread()
+        self._finish(grammar, Failure.of(InvalidRequest(reason, param=PARAM)))
 
-    def _start_thread(self) -> Jobs:
-        jobs: Jobs = SimpleQueue()
-        self._jobs, self._running = jobs, None
-        thread = threading.Thread(target=self._run, args=(jobs,), name="grammars", daemon=True)
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="grammars", daemon=True)
         size = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
         finally:
             threading.stack_size(size)
-        return jobs
 
-    def _run(self, jobs: Jobs) -> None:
-        while (grammar := jobs.get()) is not None:
-            self._running = _Running(grammar, self._clock())
+    def _run(self) -> None:
+        while (grammar := self._jobs.get()) is not None:
+            self._running[grammar] = self._clock()
             outcome = self._compile(grammar)
-            if jobs is not self._jobs:
+            if self._running.pop(grammar, None) is None:
                 return  # abandoned
-            self._running = None
             self._finish(grammar, outcome)
 
     def _finish(self, grammar: Grammar, outcome: CompiledGrammar | Failure) -> None:

@@ -258,8 +258,8 @@ class ServingWorker:
         cache = KVCache.allocate(shape, num_blocks=num_blocks, dtype=model.cache_dtype, device=model.device)
         reported_kind = ScoreKind.of(config.model.logprobs_mode)
         self._grammars = _grammars_of(loaded)
-        if self._grammars is not None:
-            self._grammars.warm_up_later()
+        if self._grammars is not None and not config.model.skip_tokenizer_init:
+            self._grammars.warm_up(model.spec.vocab_size)
         sampler = sampler_of(model, num_rows, reported_kind, self._grammars)
         limits = loaded.limits(max_num_batched_tokens)
         model.warm_up(cache, limits, sampler.last_tokens)

@@ -152,7 +152,7 @@ def test_engine_fails_requests_whose_worker_never_answers_and_says_what_it_waite
     engine.now += 1
     engine.advance()
     chunk = engine.last("a")
-    assert chunk.error is not None and "the compilation of a grammar in 60 s" in chunk.error
+    assert chunk.error is not None and "the compilation of a grammar in 90 s" in chunk.error
     assert not chunk.is_user_error and not engine.core.scheduler.has_unprepared_grammars
 
 

@@ -106,11 +106,12 @@ def test_worker_grammars_abandon_a_compilation_that_hangs_and_compile_the_others
     with worker_grammars(compiler, clock=lambda: now[0]) as grammars:
         grammars.prepare(regex("hang"))
         assert compiler.hanging.wait(TIMEOUT)
-        assert not grammars.prepare(regex("a")).is_done
+        assert wait_until_done(grammars, regex("a")).failure is None  # by another thread
+        assert not grammars.prepare(regex("hang")).is_done
         now[0] = 11.0
         failure = grammars.prepare(regex("hang")).failure
         assert failure is not None and failure.is_user_error and "not compiled within 10 s" in failure.message
-        assert wait_until_done(grammars, regex("a")).failure is None
+        assert wait_until_done(grammars, regex("b")).failure is None
 
 
 def test_worker_grammars_that_were_evicted_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +125,8 @@ def test_worker_grammars_that_were_evicted_are_compiled_again(monkeypatch: pytes
         assert compiler.sources == ["a", "b", "a"]
 
 
-def test_worker_grammars_load_the_compiler_in_advance_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("vocab_size", [1000, 150_000])
+def test_worker_grammars_load_the_compiler_in_advance_once(monkeypatch: pytest.MonkeyPatch, vocab_size: int) -> None:
     monkeypatch.setattr(grammars_module, "WARM_UP_DELAY_SECONDS", 0.0)
     compiler, loaded = SlowCompiler(), threading.Event()
     compiler.gate.set()
@@ -136,7 +138,7 @@ def test_worker_grammars_load_the_compiler_in_advance_once(monkeypatch: pytest.M
         return compiler
 
     with worker_grammars(compiler, load) as grammars:
-        grammars.warm_up_later()
+        grammars.warm_up(vocab_size)
         assert loaded.wait(TIMEOUT)
         assert wait_until_done(grammars, regex("a")).failure is None
     assert len(num_loads) == 1
