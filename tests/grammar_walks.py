@@ -6,7 +6,7 @@ import functools
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date, time
 from decimal import Decimal, InvalidOperation
 from ipaddress import IPv4Address, IPv6Address
@@ -89,10 +89,15 @@ class Walker:
 @functools.cache
 def demo_walker() -> Walker:
     """Return the walker of the embedded model's tokenizer, with grammars by llguidance."""
+    return make_demo_walker(LLGuidanceCompiler)
+
+
+def make_demo_walker(make_compiler: Callable[..., GrammarCompiler]) -> Walker:
+    """Return a walker of the embedded model's tokenizer."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
     config = json.loads((DEMO_MODEL_DIR / "config.json").read_text())
     vocab_size, eos_token_id = config["vocab_size"], config["eos_token_id"]
-    compiler = LLGuidanceCompiler(tokenizer.to_str(), vocab_size=vocab_size, eos_token_ids=[eos_token_id])
+    compiler = make_compiler(tokenizer.to_str(), vocab_size=vocab_size, eos_token_ids=[eos_token_id])
     return Walker(compiler, tokenizer, eos_token_id, vocab_size)
 
 
