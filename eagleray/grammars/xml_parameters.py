@@ -6,13 +6,19 @@ an annotation, as JSON Schema has it by default.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from llguidance import LLMatcher
+
+from eagleray.grammars.ecma_regex import to_rust
 from eagleray.grammars.free_text import FreeText, Opening
 from eagleray.grammars.lark_rules import EMPTY, LarkRules, one_of, regex_literal, sequence, text_literal
+from eagleray.grammars.llguidance_errors import refusal
+from eagleray.grammars.llguidance_schemas import prepare_schema
 
 Schema = dict[str, Any]
 
@@ -58,6 +64,7 @@ class XmlParameters:
     def write(self, schema: Schema) -> str:
         """Return the expression for the arguments. Raises ValueError for a schema of something else than an object, or
         with keywords that are not supported."""
+        _check(schema)
         self._root = schema
         schema = self._resolve(schema)
         if schema.get("type", "object") != "object":
@@ -148,7 +155,7 @@ class XmlParameters:
         """Return the expression for the strings of a schema, or None if it has all strings."""
         shapes = []
         if "pattern" in schema:
-            shapes.append(regex_literal(_whole_pattern(schema["pattern"])))
+            shapes.append(regex_literal(_whole_pattern(to_rust(schema["pattern"]))))
         if "minLength" in schema or "maxLength" in schema:
             shapes.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
         if not shapes:
@@ -176,6 +183,13 @@ class XmlParameters:
                 raise ValueError(f"the schema has no {reference!r}")
             schema = target | {key: value for key, value in schema.items() if key != "$ref"}
         raise ValueError("the schema has references in a circle")
+
+
+def _check(schema: Schema) -> None:
+    """Raise `InvalidRequest` for a schema that is wrong, or that JSON could not follow."""
+    grammar = LLMatcher.grammar_from_json_schema(prepare_schema(json.dumps(schema), ""))
+    if message := LLMatcher.validate_grammar(grammar):
+        raise refusal(message)
 
 
 def _whole_pattern(pattern: str) -> str:

@@ -321,7 +321,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a wrong regular expression": ({"type": "regex", "pattern": "("}, "invalid regex"),
     "XML without an object": ({"type": "json_schema", "json_schema": {"type": "array"}, "style": "qwen_xml"}, "object"),
     "XML with unsupported keywords": (xml("qwen_xml", {}, [], minProperties=1), "minProperties"),
-    "XML with an unknown reference": (xml("glm_xml", {"a": {"$ref": "#/$defs/a"}}, []), "no '#/$defs/a'"),
+    "XML with an unknown reference": (xml("glm_xml", {"a": {"$ref": "#/$defs/a"}}, []), "does not exist"),
+    "XML with wrong properties": (xml("qwen_xml", [], []), "properties"),  # type: ignore[arg-type]
+    "XML with a wrong enumeration": (xml("qwen_xml", {"a": {"enum": 3}}, []), "enum"),
+    "XML with a wrong type": (xml("qwen_xml", {"a": {"type": 3}}, []), "type"),
+    "XML with a wrong length": (xml("qwen_xml", {"a": {"type": "string", "minLength": "x"}}, []), "minLength"),
+    "XML with wrong alternatives": (xml("qwen_xml", {"a": {"anyOf": [3]}}, []), "boolean"),
+    "XML with wrong required properties": (xml("qwen_xml", {}, "a"), "required"),  # type: ignore[arg-type]
+    "XML with a pattern that looks around": (
+        xml("qwen_xml", {"a": {"type": "string", "pattern": "(?=a)b"}}, []),
+        "look-ahead",
+    ),
     "XML with circular references": (
         xml("glm_xml", {"a": {"$ref": "#/$defs/a"}}, [], **{"$defs": {"a": {"$ref": "#/$defs/a"}}}),
         "in a circle",
