@@ -6,7 +6,8 @@ import msgspec
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Token ids by which the thinking of a completion is followed, and its limits."""
+    """Token ids by which the thinking of a completion is followed, and its limits. Raises `ValueError` if it would not
+    end."""
 
     end: tuple[int, ...]
     """Marker by which the model ends its thinking."""
@@ -26,3 +27,7 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens that are not generated during the thinking."""
     answer_header: tuple[int, ...] = ()
     """Tokens that are generated between the thinking and the text of a grammar."""
+
+    def __post_init__(self) -> None:
+        if not self.end or (self.budget is not None and self.forced_end[-len(self.end) :] != self.end):
+            raise ValueError("`end` must have tokens, and with a budget `forced_end` must end with them")

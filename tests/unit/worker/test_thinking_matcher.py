@@ -129,6 +129,12 @@ def test_budget_ends_the_thinking(thinking, tokens, expected):
     assert allowed(follow(thinking, tokens)) == expected
 
 
+@pytest.mark.parametrize("fields", [{"end": ()}, {"budget": 3}, {"budget": 3, "forced_end": (END, 5)}])
+def test_thinking_that_would_not_end_is_refused(fields):
+    with pytest.raises(ValueError, match="`end` must have tokens, and with a budget `forced_end` must end with them"):
+        Thinking(**{"end": (END,)} | fields)
+
+
 @pytest.mark.parametrize("thinking", [OPEN, WRITTEN, CHANNELS], ids=["open", "written", "channels"])
 @pytest.mark.parametrize("budget", [None, 0, 1, 7])
 def test_state_is_a_function_of_the_tokens(thinking, budget):
