@@ -8,7 +8,9 @@ from typing import NamedTuple
 from eagleray.client.answers.parts import AnswerPart, Reasoning, Splitter
 from eagleray.client.answers.plan import AnswerPlan
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
+from eagleray.server.field_fates import REASONING
 from eagleray.server.generation import CompletionTokensDetails, Generation, Usage
+from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.text_processor import TextProcessor
 
 
@@ -19,13 +21,20 @@ class CompletionKey(NamedTuple):
     number: int
 
 
-class AnswerReader:
-    """Divides the answers to the prompts of one request."""
+def check_reasoning_field(include_reasoning: bool | None, plan: AnswerPlan) -> None:
+    """Raise `UnsupportedParameter` if reasoning is to be left out, but is not told from the rest of the answer."""
+    if include_reasoning is False and plan.reasoning is None:
+        raise unsupported_feature(REASONING, ["include_reasoning"])
 
-    def __init__(self, plan: AnswerPlan) -> None:
+
+class AnswerReader:
+    """Divides the answers to the prompts of one request. `shows_reasoning`: whether their parts include reasoning."""
+
+    def __init__(self, plan: AnswerPlan, *, shows_reasoning: bool) -> None:
         self.prompts: list[str] = []
         """The rendered prompts, in order."""
         self._plan = plan
+        self._shows_reasoning = shows_reasoning
         self._splitters: dict[CompletionKey, Splitter] = {}
         self._reasoning: defaultdict[CompletionKey, list[str]] = defaultdict(list)
         """Text of the reasoning so far."""
@@ -39,8 +48,10 @@ class AnswerReader:
         parts = splitter.push(part.text)
         if part.finish_reason is not None:
             parts = [*parts, *splitter.finish()]
+        if self._plan.reasoning is None:
+            return parts
         self._reasoning[key] += [found.text for found in parts if isinstance(found, Reasoning)]
-        return parts
+        return parts if self._shows_reasoning else [found for found in parts if not isinstance(found, Reasoning)]
 
     async def count_reasoning(self, usage: Usage, processor: TextProcessor) -> None:
         """Put the number of tokens of all reasoning that was read into the usage, if reasoning is divided off."""

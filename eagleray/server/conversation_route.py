@@ -76,7 +76,12 @@ class ParsedConversation(ParsedRequest[Body, Chunk]):
 
     def __init__(self, service: Service, body: Body, request: Request) -> None:
         super().__init__(service, body, request)
-        self._reader = AnswerReader(self.plan)
+        self._reader = AnswerReader(self.plan, shows_reasoning=self._shows_reasoning)
+
+    @property
+    def _shows_reasoning(self) -> bool:
+        """Whether the answer has its reasoning, if that is divided from the rest."""
+        return True
 
     @property
     def _counted(self) -> Usage:

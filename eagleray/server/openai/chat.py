@@ -18,13 +18,12 @@ from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
-from eagleray.server.answers import AnswerReader
+from eagleray.server.answers import AnswerReader, check_reasoning_field
 from eagleray.server.body import Reasons, field_names
 from eagleray.server.chat_messages import EFFORT_VARIABLES, check_template_fields, message_text, render_chat
-from eagleray.server.field_fates import CHAT_FATES, REASONING
+from eagleray.server.field_fates import CHAT_FATES
 from eagleray.server.generation import Generation, GenerationGroup, weight_versions
 from eagleray.server.generation_route import ParsedRequest
-from eagleray.server.lenient_body import unsupported_feature
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
 from eagleray.server.openai.requests import ChatFields, ChatRequest
 from eagleray.server.openai.responses import (
@@ -62,7 +61,7 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
 
     def __init__(self, service: Service, body: Body, request: Request) -> None:
         super().__init__(service, body, request)
-        self._reader = AnswerReader(self.plan)
+        self._reader = AnswerReader(self.plan, shows_reasoning=body.include_reasoning is not False)
         self._callers: set[int] = set()
         """Numbers of the streamed choices that have calls."""
         effort = body.reasoning_effort
@@ -75,8 +74,8 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
             offered = read_tools(body.tools, CHAT_TOOLS)
             requested = choose_tools(offered, body.tool_choice, is_parallel=body.parallel_tool_calls)
             self.plan = self.service.plan_answers(requested)
-        if body.include_reasoning is False and self.plan.reasoning is None:
-            reasons.found.append(unsupported_feature(REASONING, ["include_reasoning"]))
+        with reasons.collecting():
+            check_reasoning_field(body.include_reasoning, self.plan)
         with reasons.collecting():
             check_template_fields(self.service, body)
         with reasons.collecting():
@@ -181,13 +180,9 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
         return message
 
     @property
-    def _shows_reasoning(self) -> bool:
-        return self.body.include_reasoning is not False
-
-    @property
     def _shows_tokens(self) -> bool:
         """Whether tokens may be shown: as in vLLM, not where they would give away the reasoning."""
-        return self._shows_reasoning or self.plan.reasoning is None
+        return self.body.include_reasoning is not False or self.plan.reasoning is None
 
     def _finish_reason(self, part: CompletionDelta | CompletionOutput, *, has_calls: bool) -> str | None:
         """Return why a choice ended. As in vLLM and OpenAI's API, calls of a tool that the request names are no reason
@@ -253,7 +248,7 @@ class AnyParsedChat(ParsedRequest[Body, ChatChunk]):
             match part:
                 case Content(text):
                     delta.content = (delta.content or "") + text
-                case Reasoning(text) if self._shows_reasoning:
+                case Reasoning(text):
                     delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + text
                 case CallBegin(number, name, call_id):
                     function = FunctionDelta(name=name, arguments="")

@@ -129,6 +129,13 @@ def test_responses_reasoning_is_an_item_before_the_text(api):
     assert "".join(deltas) == part["text"]
 
 
+def test_responses_without_include_reasoning_hides_it(api):
+    answer = post(api, RESPONSES, include_reasoning=False).json()
+    assert [item["type"] for item in answer["output"]] == ["message"]
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 3
+    assert not [event for event in events(api, RESPONSES, include_reasoning=False) if "reasoning" in event["type"]]
+
+
 def test_messages_thinking_is_a_block_with_a_signature(api):
     thinking, text = post(api, MESSAGES).json()["content"]
     assert thinking["type"] == "thinking" and thinking["thinking"].strip() == THOUGHT

@@ -15,8 +15,8 @@ from eagleray.server.chat_messages import ReasoningEffort, TemplateVariables, To
 from eagleray.server.field_fates import (
     ACCEPTED,
     COMMON,
+    JOINED_REASONING,
     MEDIA,
-    NO_REASONING,
     SEVERAL_ANSWERS,
     UNCONSTRAINED,
     Fate,
@@ -125,6 +125,9 @@ class ResponsesRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True)
     thinking_token_budget: Annotated[
         int | None, Meta(description="Tokens after which the model's thinking is ended; -1: no limit.")
     ] = None
+    include_reasoning: Annotated[
+        bool | None, Meta(description="Default true: show the reasoning, if the server divides it from the answer.")
+    ] = None
     tools: Tools = None
     tool_choice: ToolChoiceField = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Returned with the answer.")] = None
@@ -178,7 +181,7 @@ INPUT_TOKENS_FATES: Mapping[str, Fate] = {
 
 RESPONSES_FATES: Mapping[str, Fate] = {
     **COMMON,
-    **NO_REASONING,
+    "separate_reasoning": refused(JOINED_REASONING, True),
     **_INPUT_FATES,
     **{name: fate for name, fate in UNCONSTRAINED.items() if name != "structured_outputs"},
     "response_format": refused(_renamed("text.format"), {"type": "text"}),

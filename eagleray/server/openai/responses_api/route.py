@@ -24,6 +24,8 @@ from eagleray.messages.grammars import PARAM
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
 from eagleray.messages.structured_outputs import StructuredOutputsParams
+from eagleray.server.answers import check_reasoning_field
+from eagleray.server.body import Reasons
 from eagleray.server.conversation_route import Conversation, ParsedConversation, TokenCountRoute
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import HttpError
@@ -90,6 +92,15 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
         self._next_number = itertools.count().__next__
         """Returns the number of the next event."""
         self._items = OutputItems(self.task.request_id, self._next_number, self.plan.make_call_id)
+
+    @property
+    def _shows_reasoning(self) -> bool:
+        return self.body.include_reasoning is not False
+
+    def _check_features(self, reasons: Reasons) -> None:
+        super()._check_features(reasons)
+        with reasons.collecting():
+            check_reasoning_field(self.body.include_reasoning, self.plan)
 
     def _requested_tools(self) -> RequestedTools:
         body = self.body
