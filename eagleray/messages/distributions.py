@@ -10,6 +10,7 @@ SECONDS = (
 )
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = (*(step * 10**exponent for exponent in range(6) for step in (1, 2, 5)), 1_000_000)
+MASK_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 COMPILE_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
@@ -40,6 +41,8 @@ class EngineDistributions(msgspec.Struct, frozen=True, kw_only=True):
     """From the first admission of a request to its end."""
     preemptions: Distribution
     """Preemptions of a request that has ended."""
+    mask_time: Distribution
+    """Time of the threads that compute the masks of a step with grammars."""
     grammar_time: Distribution
     """From the first question for a grammar to the reply of all workers that it is compiled, or cannot be."""
 
@@ -52,6 +55,7 @@ BOUNDS: dict[str, tuple[float, ...]] = {
     "decode_time": SECONDS,
     "inference_time": SECONDS,
     "preemptions": PREEMPTIONS,
+    "mask_time": MASK_SECONDS,
     "grammar_time": COMPILE_SECONDS,
 }
 """Ascending upper bounds of each histogram of `EngineDistributions`."""

@@ -106,6 +106,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pooled: dict[int, Array] = {}
     """float32 [size] Vector of each row whose prompt is complete, by row, with a pooling model: features of the pooled
     hidden state, or the outputs of a classifier's head."""
+    mask_seconds: float = 0.0
+    """Time for the masks of grammars; 0 without any."""
     ended: list[int] = []
     """Rows whose text is complete by their grammar, and for which no token is left to choose."""
     failures: list[RowFailure] = []

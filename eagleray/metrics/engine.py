@@ -93,6 +93,7 @@ HISTOGRAMS = {
     "decode_time": ("request_decode_time_seconds", "From the first token of a request to its end."),
     "inference_time": ("request_inference_time_seconds", "From the admission of a request to its end."),
     "preemptions": ("request_num_preemptions", "Preemptions of a request until its end."),
+    "mask_time": ("grammar_mask_seconds", "Time for the masks of allowed tokens of a step with grammars."),
     "grammar_time": ("grammar_compile_seconds", "Time until all workers have compiled a grammar, or refused it."),
 }
 """Names and texts of the histograms that engines count, by their fields in the stats."""

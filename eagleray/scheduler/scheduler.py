@@ -312,6 +312,7 @@ class Scheduler:
         assert flight.step == result.step, f"step {flight.step} is next to be applied, not {result.step}"
         self._counters.num_steps += 1
         self._histograms.on_step(sum(flight.runs.values()))
+        self._histograms.on_masks(result.mask_seconds)
         tokens = dict(zip(result.rows, result.token_ids, strict=True))
         failures = {failure.row: failure for failure in result.failures}
         ended = set(result.ended)

@@ -54,6 +54,11 @@ class EngineHistograms:
         if num_tokens:
             self._histograms["step_tokens"].add(num_tokens)
 
+    def on_masks(self, seconds: float) -> None:
+        """Count the time for the masks of a step, if it had any."""
+        if seconds:
+            self._histograms["mask_time"].add(seconds)
+
     def on_admitted(self, times: RequestTimes, num_tokens: int) -> None:
         """Record the first admission of a request, and the number of its prompt's tokens that are to be computed."""
         self._histograms["prefill_tokens"].add(num_tokens)

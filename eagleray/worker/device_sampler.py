@@ -87,6 +87,7 @@ class DeviceSamplingStep:
     _prepared: PreparedSampling
     _num_top: int
     """Number of likeliest tokens that are reported of every reported row."""
+    _masks: PendingMasks | None
     _refused: dict[int, str]
     """Reasons why matchers failed, by index into the rows."""
 
@@ -96,7 +97,7 @@ class DeviceSamplingStep:
         token_ids, statuses = arrays[0][:, : len(own.rows)]
         failed = {int(index): MESSAGES[int(statuses[index])] for index in np.flatnonzero(statuses)}
         failed |= {index: reason for index, reason in self._refused.items() if failed.get(index) != NOT_FINITE}
-        sampled = gather_sampled(own.rows, token_ids.tolist(), self._reports(arrays[1:]), failed, own.grammars)
+        sampled = gather_sampled(own.rows, token_ids.tolist(), self._reports(arrays[1:]), failed, self._masks)
         if own.grammars is not None:
             own.grammars.accept(sampled.rows, sampled.token_ids)
         return sampled
@@ -218,7 +219,7 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
         if num_reported:
             num_top = min(max(plan.num_logprobs), logits.shape[1])
             downloads += self._report(raw, tensors, reported, plan, num_top)
-        return DeviceSamplingStep(tensors.token_ids, downloads, plan, num_top, refused)
+        return DeviceSamplingStep(tensors.token_ids, downloads, plan, num_top, masks, refused)
 
     def _raw(self, logits: Tensor, reported: Tensor, prepared: PreparedSampling) -> Tensor:
         """Return the raw logits to report on, [num_reported, vocab_size]: a copy if they will change."""

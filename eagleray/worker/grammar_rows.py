@@ -6,9 +6,11 @@ and frees rows and has the matchers accept the tokens that were chosen.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,25 +95,35 @@ class GrammarRows:
 class PendingMasks:
     """Masks that are being computed."""
 
-    def __init__(self, rows: MatchedRows, masks: Masks, parts: Sequence[Future[list[str | None]]]) -> None:
+    def __init__(self, rows: MatchedRows, masks: Masks, parts: Sequence[Future[_Filled]]) -> None:
         self.rows = rows
+        self.seconds = 0.0
+        """Time of all threads for these masks, once they have been waited for."""
         self._masks = masks
         self._parts = parts
 
     def wait(self) -> tuple[Masks, dict[int, str]]:
         """Return the masks [m, mask_words(vocab_size)], and reasons why matchers failed, by index into the step."""
-        reasons = [reason for part in self._parts for reason in part.result()]
+        filled = [part.result() for part in self._parts]
+        self.seconds = sum(part.seconds for part in filled)
+        reasons = [reason for part in filled for reason in part.failures]
         by_index = zip(self.rows.indices.tolist(), reasons, strict=True)
         return self._masks, {index: reason for index, reason in by_index if reason is not None}
 
 
-def _fill(matchers: Sequence[Matcher], masks: Masks) -> list[str | None]:
-    """Fill the masks [m, words], one for each matcher; that of a matcher that failed allows nothing. Returns the reason
-    why each failed, None for one that did not."""
+class _Filled(NamedTuple):
+    failures: list[str | None]
+    """Reason why each matcher failed, None for one that did not."""
+    seconds: float
+
+
+def _fill(matchers: Sequence[Matcher], masks: Masks) -> _Filled:
+    """Fill the masks [m, words], one for each matcher; that of a matcher that failed allows nothing."""
+    begun_at = time.perf_counter()
     reasons = []
     for matcher, mask in zip(matchers, masks, strict=True):
         matcher.fill_mask(mask)
         if matcher.failure is not None:
             mask[:] = 0
         reasons.append(matcher.failure)
-    return reasons
+    return _Filled(reasons, time.perf_counter() - begun_at)

@@ -169,6 +169,7 @@ class Runner:
             logprobs=sampled.logprobs,
             prompt_logprobs=prompts,
             pooled=pooled,
+            mask_seconds=sampled.mask_seconds,
             ended=sampled.ended,
             failures=sampled.failures + failures,
             routed_experts=experts,

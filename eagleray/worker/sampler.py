@@ -10,7 +10,7 @@ Driven by the runner.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -24,7 +24,7 @@ from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import RowFailure
 from eagleray.worker.downloads import HostArray
-from eagleray.worker.grammar_rows import GrammarRows, MatchedRows, PendingMasks
+from eagleray.worker.grammar_rows import GrammarRows, PendingMasks
 from eagleray.worker.logprobs import RAW_LOGPROBS, ScoreKind, sample_logprobs
 from eagleray.worker.random_sampler import RandomSampler, uniform
 from eagleray.worker.sampling_state import SamplingFeature, SamplingState
@@ -53,6 +53,8 @@ class Sampled:
     ended: list[int]
     """Rows whose grammar is complete, and for which no token is left."""
     failures: list[RowFailure]
+    mask_seconds: float = field(default=0.0, compare=False)
+    """Time for the masks of grammars."""
 
 
 class SamplingPlan(Protocol):
@@ -249,7 +251,7 @@ class HostSampler(TokenSampler[HostPlan]):
             reports = self._report_processed(logits, highest, reported, drawn, chosen, step)
         elif len(reported):
             reports = self._report(raw, None, reported, chosen, step)
-        return gather_sampled(rows.tolist(), chosen.tolist(), reports, failed, None if masks is None else masks.rows)
+        return gather_sampled(rows.tolist(), chosen.tolist(), reports, failed, masks)
 
     def _raw(self, logits: Tensor, reported: IntArray, step: _Batch) -> Tensor:
         """Return the raw logits to report on, [num_reported, vocab_size]: a copy if they will change."""
@@ -356,14 +358,15 @@ def gather_sampled(
     token_ids: list[int],
     reports: dict[int, TokenLogprobs],
     failed: dict[int, str],
-    grammars: MatchedRows | None,
+    masks: PendingMasks | None,
 ) -> Sampled:
     """Return the tokens of a step whose logits `failed`, each for the reason given. rows, token_ids: [n]; reports: by
-    row; grammars: before they accept these tokens."""
+    row; masks: of the grammars, which have not accepted these tokens yet."""
+    mask_seconds = 0.0 if masks is None else masks.seconds
     if not failed:
-        return Sampled(rows, token_ids, reports, [], [])
+        return Sampled(rows, token_ids, reports, [], [], mask_seconds)
     sampled = [index for index in range(len(rows)) if index not in failed]
-    matchers = {} if grammars is None else grammars.matchers
+    matchers = {} if masks is None else masks.rows.matchers
     ended, failures = [], []
     for index, message in sorted(failed.items()):
         matcher = matchers.get(row := rows[index])
@@ -379,4 +382,5 @@ def gather_sampled(
         logprobs={rows[index]: reports[rows[index]] for index in sampled if rows[index] in reports},
         ended=ended,
         failures=failures,
+        mask_seconds=mask_seconds,
     )

@@ -24,6 +24,7 @@ def test_histograms_count_requests_and_steps():
         "decode_time": 0,
         "inference_time": 0,
         "preemptions": 0,
+        "mask_time": 0,
         "grammar_time": 0,
     }
     engine.run()
@@ -35,6 +36,7 @@ def test_histograms_count_requests_and_steps():
         "decode_time": 2,
         "inference_time": 2,
         "preemptions": 2,
+        "mask_time": 0,
         "grammar_time": 0,
     }
     stats = engine.scheduler.stats()

@@ -64,7 +64,7 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 
 def test_grammar_that_is_complete_allows_only_the_end_of_the_sequence(bench: Bench) -> None:
     bench.start(0, grammar=AB)
-    # If the end is ignored, it comes again and again.
+    # Where the end is ignored, it comes again and again.
     assert [bench.step(0).token_ids for _ in range(5)] == [[A], [B], [WORDS.eos], [WORDS.eos], [WORDS.eos]]
 
 
@@ -141,3 +141,10 @@ def test_rows_of_one_request_follow_the_grammar_each_by_itself(bench: Bench) -> 
     first, second = bench.step(0, 1, 2, 3).token_ids, bench.step(0, 1, 2, 3).token_ids
     assert set(first) == {A, B}
     assert second == [A + B - token for token in first]
+
+
+def test_steps_report_the_time_for_masks_if_a_row_has_a_grammar(bench: Bench) -> None:
+    bench.start(0)
+    bench.start(1, grammar=MANY)
+    assert bench.step(0).mask_seconds == 0
+    assert bench.step(0, 1).mask_seconds > 0
