@@ -36,11 +36,13 @@ class ContentBlocks:
 
     def __init__(self, signature: str, make_call_id: Callable[[], str]) -> None:
         self.blocks: list[ContentBlock] = []
+        """Blocks that were opened; each is complete when it is closed."""
         self._signature = signature
         self._make_call_id = make_call_id
-        self._is_open = False
-        self._input = ""
-        """Text of the input of the last call."""
+        self._opened: type[ContentBlock] | None = None
+        """Type of the open block."""
+        self._texts: list[str] = []
+        """Text of the open block, in pieces."""
 
     @property
     def has_calls(self) -> bool:
@@ -52,49 +54,45 @@ class ContentBlocks:
             match part:
                 case Content(text):
                     yield from self.open_text()
-                    block = self.blocks[-1]
-                    assert isinstance(block, TextBlock)
-                    block.text += text
-                    yield self._delta(TextDelta(text=text))
+                    yield self._add(text, TextDelta(text=text))
                 case Reasoning(text):
-                    if not (self._is_open and isinstance(self.blocks[-1], ThinkingBlock)):
+                    if self._opened is not ThinkingBlock:
                         yield from self._open(ThinkingBlock(thinking="", signature=""))
-                    block = self.blocks[-1]
-                    assert isinstance(block, ThinkingBlock)
-                    block.thinking += text
-                    yield self._delta(ThinkingDelta(thinking=text))
+                    yield self._add(text, ThinkingDelta(thinking=text))
                 case CallBegin(_, name, call_id):
                     yield from self._open(ToolUseBlock(id=call_id or self._make_call_id(), name=name, input={}))
-                    self._input = ""
                 case CallArguments(_, text):
-                    self._input += text
-                    yield self._delta(InputJsonDelta(partial_json=text))
+                    yield self._add(text, InputJsonDelta(partial_json=text))
 
     def open_text(self) -> Iterator[AnyMessageEvent]:
-        """Yield the events that open a text block, unless one is open."""
-        if not (self._is_open and isinstance(self.blocks[-1], TextBlock)):
+        """Yield the event that opens a text block, unless one is open."""
+        if self._opened is not TextBlock:
             yield from self._open(TextBlock(text=""))
 
     def close(self) -> Iterator[AnyMessageEvent]:
-        """Yield the events that close the last block, if it is open."""
-        if not self._is_open:
+        """Yield the events that close the open block, which is replaced by the complete one."""
+        if self._opened is None:
             return
-        self._is_open = False
-        block = self.blocks[-1]
-        if isinstance(block, ThinkingBlock):
-            block.signature = self._signature
-            yield self._delta(SignatureDelta(signature=self._signature))
-        elif isinstance(block, ToolUseBlock):
-            block.input = _to_object(self._input)
-        yield ContentBlockStop(index=len(self.blocks) - 1)
+        self._opened = None
+        index, text = len(self.blocks) - 1, "".join(self._texts)
+        match self.blocks[index]:
+            case TextBlock():
+                self.blocks[index] = TextBlock(text=text)
+            case ThinkingBlock():
+                self.blocks[index] = ThinkingBlock(thinking=text, signature=self._signature)
+                yield ContentBlockDelta(index=index, delta=SignatureDelta(signature=self._signature))
+            case ToolUseBlock(id=call_id, name=name):
+                self.blocks[index] = ToolUseBlock(id=call_id, name=name, input=_to_object(text))
+        yield ContentBlockStop(index=index)
 
     def _open(self, block: ContentBlock) -> Iterator[AnyMessageEvent]:
         yield from self.close()
-        self._is_open = True
-        self.blocks.append(msgspec.structs.replace(block))  # the event keeps the empty one
+        self.blocks.append(block)
+        self._opened, self._texts = type(block), []
         yield ContentBlockStart(index=len(self.blocks) - 1, content_block=block)
 
-    def _delta(self, delta: Any) -> ContentBlockDelta:
+    def _add(self, text: str, delta: TextDelta | ThinkingDelta | InputJsonDelta) -> ContentBlockDelta:
+        self._texts.append(text)
         return ContentBlockDelta(index=len(self.blocks) - 1, delta=delta)
 
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
 
 from eagleray.client.answers.parts import AnswerPart, CallArguments, CallBegin, Content, Reasoning
 from eagleray.server.generation import WeightVersionsField
@@ -40,10 +44,16 @@ class OutputItems:
 
     def __init__(self, name: str, next_number: Callable[[], int], make_call_id: Callable[[], str]) -> None:
         self.items: list[AnyOutputItem] = []
+        """Items that were opened; each is complete when it is closed."""
         self._name = name
         self._next_number = next_number
         self._make_call_id = make_call_id
-        self._is_open = False
+        self._opened: type[AnyOutputItem] | None = None
+        """Type of the open item."""
+        self._texts: list[str] = []
+        """Text of the open item, in pieces."""
+        self._shown_logprobs: list[ChatTokenLogprob] = []
+        """Log-probabilities of the tokens of the open message."""
         self._logprobs: list[ChatTokenLogprob] = []
         """Log-probabilities of tokens whose text is not a part of an item yet."""
 
@@ -56,121 +66,97 @@ class OutputItems:
                     yield from self._add_text(text, self._take_logprobs(text))
                 case Reasoning(text):
                     self._take_logprobs(text)
-                    yield from self._add_reasoning(text)
+                    if self._opened is not ReasoningItem:
+                        item = ReasoningItem(id=self._item_id("rs"), status="in_progress", content=[])
+                        yield from self._open(item, ReasoningText(text=""))
+                    self._texts.append(text)
+                    yield ReasoningTextDelta(delta=text, **self._place())
                 case CallBegin(_, name, call_id):
-                    yield from self._open_call(name, call_id or self._make_call_id())
+                    call_id = call_id or self._make_call_id()
+                    item_id = self._item_id("fc")
+                    yield from self._open(
+                        FunctionCallItem(id=item_id, status="in_progress", call_id=call_id, name=name)
+                    )
                 case CallArguments(_, text):
-                    self._take_logprobs(text)
-                    yield from self._add_arguments(text)
+                    self._texts.append(text)
+                    yield FunctionArgumentsDelta(delta=text, **self._place())
 
     def push_undivided(self, text: str, logprobs: list[ChatTokenLogprob]) -> Iterator[AnyResponseEvent]:
         """Yield the events for more text of an answer that is content alone."""
         if text or logprobs:
             yield from self._add_text(text, logprobs)
 
+    def open_message(self) -> Iterator[AnyResponseEvent]:
+        """Yield the events that open a message, unless one is open."""
+        if self._opened is not OutputMessage:
+            item = OutputMessage(id=self._item_id("msg"), status="in_progress", content=[])
+            yield from self._open(item, OutputText(text=""))
+
+    def finish(self, status: ItemState, weight_versions: WeightVersionsField) -> Iterator[AnyResponseEvent]:
+        """Yield the events that close the last item, at the end of the answer, in this state."""
+        if self._logprobs and self._opened is OutputMessage:
+            yield from self._add_text("", self._logprobs)
+        yield from self._close(status, weight_versions)
+
+    def _add_text(self, text: str, logprobs: list[ChatTokenLogprob]) -> Iterator[AnyResponseEvent]:
+        yield from self.open_message()
+        self._texts.append(text)
+        self._shown_logprobs += logprobs
+        yield OutputTextDelta(delta=text, logprobs=logprobs, **self._place())
+
     def _take_logprobs(self, text: str) -> list[ChatTokenLogprob]:
-        """Remove and return the log-probabilities of the tokens of a part, and remove those of the tokens before it,
-        which are markers."""
+        """Remove and return the log-probabilities of the tokens of a text, and remove those of the tokens before it,
+        which are markers and calls."""
         wanted, ends = text.encode(), [*itertools.accumulate(len(one.bytes or ()) for one in self._logprobs)]
         start = b"".join(bytes(one.bytes or ()) for one in self._logprobs).find(wanted)
         if start < 0:
-            return []  # the format writes it in another way
+            return []  # the format has put the text together from other pieces
         first, end = bisect_right(ends, start), bisect_left(ends, start + len(wanted)) + 1
         taken, self._logprobs = self._logprobs[first:end], self._logprobs[end:]
         return taken
 
-    def _add_text(self, text: str, logprobs: list[ChatTokenLogprob]) -> Iterator[AnyResponseEvent]:
-        yield from self.open_message()
-        item, index = self.items[-1], len(self.items) - 1
-        assert isinstance(item, OutputMessage)
-        (part,) = item.content
-        part.text += text
-        part.logprobs = [*part.logprobs, *logprobs]
-        yield OutputTextDelta(
-            sequence_number=self._next_number(), item_id=item.id, output_index=index, delta=text, logprobs=logprobs
-        )
-
-    def open_message(self) -> Iterator[AnyResponseEvent]:
-        """Yield the events that open a message, unless one is open."""
-        if not (self._is_open and isinstance(self.items[-1], OutputMessage)):
-            name = self._item_name("msg")
-            yield from self._open(OutputMessage(id=name, status="in_progress", content=[]))
-            yield self._part_added(OutputText(text=""))
-            self.items[-1] = OutputMessage(id=name, status="in_progress", content=[OutputText(text="")])
-
-    def finish(self, status: ItemState, weight_versions: WeightVersionsField) -> Iterator[AnyResponseEvent]:
-        """Yield the events that close the last item, at the end of the answer, in this state."""
-        if self._logprobs and self._is_open and isinstance(self.items[-1], OutputMessage):
-            yield from self._add_text("", self._logprobs)
-        if self.items:
-            self.items[-1].weight_versions = weight_versions
-        yield from self._close(status)
-
-    def _add_reasoning(self, text: str) -> Iterator[AnyResponseEvent]:
-        if not (self._is_open and isinstance(self.items[-1], ReasoningItem)):
-            name = self._item_name("rs")
-            yield from self._open(ReasoningItem(id=name, status="in_progress", content=[]))
-            yield self._part_added(ReasoningText(text=""))
-            self.items[-1] = ReasoningItem(id=name, status="in_progress", content=[ReasoningText(text="")])
-        item, index = self.items[-1], len(self.items) - 1
-        assert isinstance(item, ReasoningItem)
-        item.content[0].text += text
-        yield ReasoningTextDelta(sequence_number=self._next_number(), item_id=item.id, output_index=index, delta=text)
-
-    def _open_call(self, name: str, call_id: str) -> Iterator[AnyResponseEvent]:
-        item_id = self._item_name("fc")
-        yield from self._open(FunctionCallItem(id=item_id, status="in_progress", call_id=call_id, name=name))
-        self.items[-1] = FunctionCallItem(id=item_id, status="in_progress", call_id=call_id, name=name)
-
-    def _add_arguments(self, text: str) -> Iterator[AnyResponseEvent]:
-        item, index = self.items[-1], len(self.items) - 1
-        assert isinstance(item, FunctionCallItem)
-        item.arguments += text
-        yield FunctionArgumentsDelta(
-            sequence_number=self._next_number(), item_id=item.id, output_index=index, delta=text
-        )
-
-    def _item_name(self, prefix: str) -> str:
+    def _item_id(self, prefix: str) -> str:
         number = len(self.items)
         return f"{prefix}_{self._name}" if number == 0 else f"{prefix}_{self._name}_{number}"
 
-    def _open(self, item: AnyOutputItem) -> Iterator[AnyResponseEvent]:
+    def _place(self) -> dict[str, Any]:
+        """Return the fields of an event about the last item."""
+        return {
+            "sequence_number": self._next_number(),
+            "item_id": self.items[-1].id,
+            "output_index": len(self.items) - 1,
+        }
+
+    def _open(self, item: AnyOutputItem, part: OutputText | ReasoningText | None = None) -> Iterator[AnyResponseEvent]:
+        """Yield the events that open an item, with its part unless it is a call."""
         yield from self._close("completed")
         self.items.append(item)
-        self._is_open = True
+        self._opened, self._texts, self._shown_logprobs = type(item), [], []
         yield OutputItemAdded(sequence_number=self._next_number(), output_index=len(self.items) - 1, item=item)
+        if part is not None:
+            yield ContentPartAdded(part=part, **self._place())
 
-    def _part_added(self, part: OutputText | ReasoningText) -> AnyResponseEvent:
-        index = len(self.items) - 1
-        return ContentPartAdded(
-            sequence_number=self._next_number(), item_id=self.items[-1].id, output_index=index, part=part
-        )
-
-    def _close(self, status: ItemState) -> Iterator[AnyResponseEvent]:
-        if not self._is_open:
+    def _close(self, status: ItemState, weight_versions: WeightVersionsField = UNSET) -> Iterator[AnyResponseEvent]:
+        """Yield the events that close the open item, which is replaced by the complete one."""
+        if self._opened is None:
             return
-        self._is_open = False
-        item, index, number = self.items[-1], len(self.items) - 1, self._next_number
-        item.status = status
-        if isinstance(item, FunctionCallItem):
-            yield FunctionArgumentsDone(
-                sequence_number=number(),
-                item_id=item.id,
-                output_index=index,
-                name=item.name,
-                arguments=item.arguments,
-            )
-        else:
-            (part,) = item.content
-            if isinstance(part, OutputText):
-                yield OutputTextDone(
-                    sequence_number=number(),
-                    item_id=item.id,
-                    output_index=index,
-                    text=part.text,
-                    logprobs=part.logprobs,
-                )
-            else:
-                yield ReasoningTextDone(sequence_number=number(), item_id=item.id, output_index=index, text=part.text)
-            yield ContentPartDone(sequence_number=number(), item_id=item.id, output_index=index, part=part)
-        yield OutputItemDone(sequence_number=number(), output_index=index, item=item)
+        self._opened = None
+        text, item = "".join(self._texts), self.items[-1]
+        part: OutputText | ReasoningText | None = None
+        match item:
+            case OutputMessage():
+                part = OutputText(text=text, logprobs=self._shown_logprobs)
+                yield OutputTextDone(text=text, logprobs=part.logprobs, **self._place())
+                item = msgspec.structs.replace(item, content=[part])
+            case ReasoningItem():
+                part = ReasoningText(text=text)
+                yield ReasoningTextDone(text=text, **self._place())
+                item = msgspec.structs.replace(item, content=[part])
+            case FunctionCallItem(name=name):
+                yield FunctionArgumentsDone(name=name, arguments=text, **self._place())
+                item = msgspec.structs.replace(item, arguments=text)
+        if part is not None:
+            yield ContentPartDone(part=part, **self._place())
+        item.status, item.weight_versions = status, weight_versions
+        self.items[-1] = item
+        yield OutputItemDone(sequence_number=self._next_number(), output_index=len(self.items) - 1, item=item)
