@@ -106,8 +106,7 @@ class Runner:
         pooler: Pooler | None = None,
         wait: Callable[[UnfinishedStep], None] | None = None,
     ) -> None:
-        """`wait` is called before the results of a step are read; it returns when the step is done. None if the
-        device is all that a step waits for."""
+        """`wait` is called before the results of a step are read, and returns when they can be waited for."""
         self.num_steps = 0
         """Number of steps begun."""
         self.is_stepping = False

@@ -272,7 +272,7 @@ class ServingWorker:
             downloads_of(model.device),
             reports_logits=reported_kind.is_logits,
             pooler=_pooler_of(loaded),
-            wait=self._wait_until_done if self.is_on_gpu and self._groups.experts.spans_engines else None,
+            wait=self._wait_until_done,
         )
         self._cache = cache
         self._memory = SleepableMemory(model, cache, limits, sampler.last_tokens)
@@ -322,8 +322,10 @@ class ServingWorker:
         return report if self._broken is None else StepBroken(step=step.plan.step, cause=self._broken)
 
     def _wait_until_done(self, step: UnfinishedStep) -> None:
-        while not self.is_done(step):
-            time.sleep(DEVICE_POLL_SECONDS)
+        """Wait for a step that the exit of another engine may keep from ending until its group is left."""
+        if self.is_on_gpu and self._groups.experts.spans_engines:
+            while not self.is_done(step):
+                time.sleep(DEVICE_POLL_SECONDS)
 
     def open_expert_group(self, epoch: int) -> GroupOpened:
         self._broken = f"the group of epoch {epoch} that shares the experts is not joined yet"

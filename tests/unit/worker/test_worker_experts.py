@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint
 from fake_device import FakeDevice, use_fake_device
 from harness import LocalEngine, random_prompt
+from msgspec.structs import replace
+from random_grammars import random_grammar, worker_grammars
 from ranks import together, topology
 
 from eagleray.config.build import build_config
@@ -188,12 +189,11 @@ def test_expert_worker_broken_step_leaves_worker_intact(checkpoint, expected):
         engine.worker.close()
 
 
-def test_expert_worker_leaves_group_without_waiting_for_steps_in_flight(checkpoint, monkeypatch):
-    """A step may never end when a rank of another host has exited."""
-    use_fake_device(monkeypatch, FakeDevice(may_wait=False))
-    first, second = start_both(checkpoint)
-    idle = StepPlan(step=1, freed_rows=[], new_rows=[], new_blocks=[], rows=[], num_tokens=[], is_idle=True)
-    sampling = Sampling(seed=0, temperature=0.0)
+IDLE = StepPlan(step=1, freed_rows=[], new_rows=[], new_blocks=[], rows=[], num_tokens=[], is_idle=True)
+
+
+def first_step(**sampling) -> StepPlan:
+    """Return a step that computes the prompt."""
     row = NewRow(
         row=0,
         request_id="only",
@@ -201,10 +201,45 @@ def test_expert_worker_leaves_group_without_waiting_for_steps_in_flight(checkpoi
         num_prompt_tokens=len(PROMPT),
         num_computed_tokens=0,
         block_ids=[3, 5],
-        sampling=sampling,
+        sampling=Sampling(seed=0, temperature=0.0, **sampling),
     )
-    busy = msgspec.structs.replace(idle, new_rows=[row], rows=[0], num_tokens=[len(PROMPT)], is_idle=False)
-    begun = [partial(engine.worker.handle, Call(90, plan)) for engine, plan in ((first, busy), (second, idle))]
+    return replace(IDLE, new_rows=[row], rows=[0], num_tokens=[len(PROMPT)], is_idle=False)
+
+
+def test_expert_worker_waits_for_the_token_before_a_grammar_until_its_group_breaks(checkpoint, monkeypatch):
+    use_fake_device(monkeypatch, device := FakeDevice(may_wait=False))
+    monkeypatch.setattr("eagleray.worker.worker._grammars_of", lambda _: worker_grammars(384))
+    first, second = start_both(checkpoint)
+    state = first.worker._state
+    state.is_on_gpu = True
+    num_checks = 0
+
+    def check_processes() -> str | None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks < 3:
+            return None
+        while device.pending:
+            device.complete()  # the group is left, which ends the operations of the steps
+        return "an engine is gone"
+
+    steps = [first_step(grammar=random_grammar("a")), replace(IDLE, step=2, rows=[0], num_tokens=[1], is_idle=False)]
+    monkeypatch.setattr(state._groups.experts, "check_processes", check_processes)
+    for plan in steps:
+        helping = partial(second.worker.handle, Call(90, replace(IDLE, step=plan.step)))
+        replies, _ = together([partial(first.worker.handle, Call(90, plan)), helping])
+    assert [(reply.body.step, reply.body.cause) for reply in replies] == [(1, "an engine is gone")]
+    broken, _ = first.worker.handle(Call(91, OpenGroup("expert", 2)))
+    assert isinstance(broken.body, StepBroken) and broken.body.step == 2
+    for engine in (first, second):
+        engine.worker.close()
+
+
+def test_expert_worker_leaves_group_without_waiting_for_steps_in_flight(checkpoint, monkeypatch):
+    """A step may never end when a rank of another host has exited."""
+    use_fake_device(monkeypatch, FakeDevice(may_wait=False))
+    first, second = start_both(checkpoint)
+    begun = [partial(engine.worker.handle, Call(90, plan)) for engine, plan in ((first, first_step()), (second, IDLE))]
     assert together(begun) == [[], []]
     for engine in (first, second):
         broken, opened = engine.worker.handle(Call(91, OpenGroup("expert", 2)))
