@@ -10,6 +10,7 @@ from checkpoints import SPECIAL_TOKENS
 from harness import Answer, LocalEngine, random_prompt
 
 from eagleray.messages.grammars import Grammar
+from eagleray.messages.structured_outputs import DEFAULT_WHITESPACE
 from eagleray.messages.thinking import Thinking
 
 VOCAB_SIZE = 384
@@ -17,7 +18,7 @@ LENGTHS = (1, 7, 33, 60, 21, 90)
 PROPERTIES = '{"a": {"type": "integer"}, "b": {"enum": ["x", "yes"]}}'
 SCHEMA = f'{{"type": "object", "properties": {PROPERTIES}, "required": ["a", "b"]}}'
 GRAMMARS = (
-    Grammar(kind="json_schema", source=SCHEMA, whitespace=r"[ \n]{0,2}"),
+    Grammar(kind="json_schema", source=SCHEMA, whitespace=DEFAULT_WHITESPACE),
     Grammar(kind="regex", source="[a-z]{2,5}(-[0-9]{3})+"),
     Grammar(kind="choice", source='["yes", "no", "perhaps"]'),
 )
@@ -26,8 +27,8 @@ THINKING = Thinking(end=(9,), is_open=True, budget=5, forced_end=(8, 9), forbidd
 OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 48,
     "max_num_seqs": 5,
-    "max_model_len": 192,
-    "num_kv_blocks": 12,
+    "max_model_len": 160,
+    "num_kv_blocks": 10,
     "block_size": 16,
 }
 

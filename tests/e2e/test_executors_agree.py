@@ -70,11 +70,13 @@ def test_executors_moving_experts_agree(expected):
 
 
 @pytest.mark.grid
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_executors_processes_with_embedded_model_agree(tp, pp):
-    alone = answers(DEMO_MODEL_DIR, dtype="float32", executor="in-process", async_scheduling=False)
+def test_executors_processes_with_embedded_model_agree(tp, pp, backend):
+    options = {"dtype": "float32", "structured_outputs_backend": backend}
+    alone = answers(DEMO_MODEL_DIR, executor="in-process", async_scheduling=False, **options)
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    assert_agree(answers(DEMO_MODEL_DIR, dtype="float32", executor="processes", **sizes), alone)
+    assert_agree(answers(DEMO_MODEL_DIR, executor="processes", **sizes, **options), alone)
 
 
 @pytest.mark.grid
