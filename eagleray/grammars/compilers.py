@@ -67,6 +67,12 @@ class FallbackCompiler:
             except EagleRayError:
                 raise refusal from None
 
+    def close(self) -> None:
+        """See `GrammarCompiler.close`."""
+        self._first.close()
+        if self._second is not None:
+            self._second.close()
+
 
 def _has_xgrammar() -> bool:
     return importlib.util.find_spec("xgrammar") is not None

@@ -73,6 +73,9 @@ class LLGuidanceCompiler:
             part = self._refusal_of_part(grammar) if grammar.kind == "structural_tag" else None
             raise part or error from None
 
+    def close(self) -> None:
+        """Do nothing: the compiler is memory alone."""
+
     def _refusal_of_part(self, grammar: Grammar) -> InvalidRequest | None:
         """Return the refusal of the first schema behind a text of a structural tag that is refused by itself."""
         placed = schemas_in(parse_structural_tag(grammar.source, PARAM))

@@ -81,3 +81,7 @@ class GrammarCompiler(Protocol):
         """Compile the grammar. Raises `InvalidRequest` if it is wrong, has something that the library does not support,
         matches no text, or is beyond the limits."""
         ...
+
+    def close(self) -> None:
+        """Release the resources beside memory. What was compiled can be used further."""
+        ...

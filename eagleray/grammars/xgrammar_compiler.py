@@ -47,7 +47,7 @@ class XGrammarCompiler:
         return result
 
     def close(self) -> None:
-        """End the process that compiles."""
+        """See `GrammarCompiler.close`: end the process that compiles."""
         self._process.close()
 
 

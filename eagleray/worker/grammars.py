@@ -64,7 +64,8 @@ class WorkerGrammars:
         self._pending: dict[Grammar, threading.Event] = {}
         """Grammars that are to be compiled; an event is set afterwards."""
         self._running: dict[Grammar, float] = {}
-        """Grammars that are being compiled, and when each compilation began."""
+        """Grammars that are being compiled, and when each compilation began; infinity until the compiler is loaded, whose
+        slow start is no fault of a grammar."""
         self._timer = threading.Timer(WARM_UP_DELAY_SECONDS, self._warm_up)
         self._timer.daemon = True
 
@@ -95,10 +96,12 @@ class WorkerGrammars:
         return outcome
 
     def close(self) -> None:
-        """Stop the threads when they have compiled their grammars."""
+        """Stop the threads when they have compiled their grammars, and close the compiler."""
         self._timer.cancel()
         for _ in range(self._num_threads):
             self._jobs.put(None)
+        if self._loaded is not None:
+            self._loaded.close()
 
     def _begin_or_check(self, grammar: Grammar) -> None:
         """Begin to compile a grammar, or abandon its compilation if that takes too long."""
@@ -132,7 +135,7 @@ class WorkerGrammars:
 
     def _run(self) -> None:
         while (grammar := self._jobs.get()) is not None:
-            self._running[grammar] = self._clock()
+            self._running[grammar] = math.inf
             outcome = self._compile(grammar)
             if self._running.pop(grammar, None) is None:
                 return  # abandoned
@@ -144,7 +147,10 @@ class WorkerGrammars:
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar | Failure:
         try:
-            return self._compiler().compile(grammar)
+            compiler = self._compiler()
+            if grammar in self._running:
+                self._running[grammar] = self._clock()
+            return compiler.compile(grammar)
         except UserError as error:
             return Failure.of(error)
         except BaseException as error:  # also a panic of a library, which is no Exception

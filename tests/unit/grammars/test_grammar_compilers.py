@@ -17,12 +17,16 @@ class FakeCompiler:
     def __init__(self, error: InvalidRequest | None = None) -> None:
         self.error = error
         self.num_compiled = 0
+        self.is_closed = False
 
     def compile(self, grammar: Grammar) -> FakeCompiler:
         self.num_compiled += 1
         if self.error is not None:
             raise self.error
         return self
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 def test_fallback_compiler_asks_the_second_library_for_what_the_first_refuses():
@@ -31,6 +35,8 @@ def test_fallback_compiler_asks_the_second_library_for_what_the_first_refuses():
     compiler = FallbackCompiler(first, lambda: loaded.append(second) or second)
     assert [compiler.compile(GRAMMAR), compiler.compile(GRAMMAR)] == [second, second]
     assert loaded == [second]
+    compiler.close()
+    assert first.is_closed and second.is_closed
 
 
 def test_fallback_compiler_loads_no_second_library_that_is_not_needed():

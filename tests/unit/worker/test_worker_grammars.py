@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,6 +124,24 @@ def test_worker_grammars_that_were_evicted_are_compiled_again(monkeypatch: pytes
             assert wait_until_done(grammars, regex(source)).failure is None
         assert grammars.get(regex("a")).matcher().failure is None
         assert compiler.sources == ["a", "b", "a"]
+
+
+def test_worker_grammars_do_not_count_the_start_of_the_compiler_as_compilation() -> None:
+    compiler, loads, may_load = SlowCompiler(), threading.Event(), threading.Event()
+
+    def load() -> GrammarCompiler:
+        loads.set()
+        assert may_load.wait(TIMEOUT)
+        return compiler
+
+    now = itertools.count(step=1000.0)
+    with worker_grammars(compiler, load, clock=lambda: next(now)) as grammars:
+        grammars.prepare(regex("a"))
+        assert loads.wait(TIMEOUT)
+        assert not grammars.prepare(regex("a")).is_done
+        may_load.set()
+        assert compiler.begun.wait(TIMEOUT)
+        assert wait_until_done(grammars, regex("a")).failure is not None
 
 
 @pytest.mark.parametrize("vocab_size", [1000, 150_000])
