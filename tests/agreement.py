@@ -16,7 +16,7 @@ from eagleray.messages.thinking import Thinking
 VOCAB_SIZE = 384
 LENGTHS = (1, 7, 33, 60, 21, 90)
 PROPERTIES = '{"a": {"type": "integer"}, "b": {"enum": ["x", "yes"]}}'
-SCHEMA = f'{{"type": "object", "properties": {PROPERTIES}, "required": ["a", "b"]}}'
+SCHEMA = f'{{"type": "object", "properties": {PROPERTIES}, "required": ["a", "b"], "additionalProperties": false}}'
 GRAMMARS = (
     Grammar(kind="regex", source="[a-z]{2,5}(-[0-9]{3}){6,}"),
     Grammar(kind="json_schema", source=SCHEMA, whitespace=DEFAULT_WHITESPACE),
