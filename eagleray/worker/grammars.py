@@ -64,8 +64,8 @@ class WorkerGrammars:
         self._pending: dict[Grammar, threading.Event] = {}
         """Grammars that are to be compiled; an event is set afterwards."""
         self._running: dict[Grammar, float] = {}
-        """Grammars that are being compiled, and when each compilation began; infinity until the compiler is loaded, whose
-        slow start is no fault of a grammar."""
+        """Grammars that are being compiled, and when each compilation began: infinity until the compiler is loaded,
+        whose slow start is no fault of a grammar."""
         self._timer = threading.Timer(WARM_UP_DELAY_SECONDS, self._warm_up)
         self._timer.daemon = True
 
