@@ -14,7 +14,7 @@ from eagleray import LLM, SamplingParams
 from eagleray.messages.structured_outputs import StructuredOutputsParams
 from eagleray.row_errors import RequestError
 
-OPTIONS: dict[str, Any] = {"num_threads": 1, "max_model_len": 400}
+OPTIONS: dict[str, Any] = {"num_threads": 1, "max_model_len": 400, "structured_outputs_backend": "llguidance"}
 MAX_TOKENS = 160
 PROMPTS = ("Give me the record as JSON.", "def main():", "The quick brown fox", "What is an engine?")
 NUM_SCHEMAS = 1000
