@@ -133,7 +133,10 @@ def test_responses_without_include_reasoning_hides_it(api):
     answer = post(api, RESPONSES, include_reasoning=False).json()
     assert [item["type"] for item in answer["output"]] == ["message"]
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 3
-    assert not [event for event in events(api, RESPONSES, include_reasoning=False) if "reasoning" in event["type"]]
+    fields = {"include_reasoning": False, "include": ["message.output_text.logprobs"]}
+    found = events(api, RESPONSES, **fields)
+    assert not [event for event in found if "reasoning" in event["type"]]
+    assert found[-1]["response"]["output"][0]["content"][0]["logprobs"] == []
 
 
 def test_messages_thinking_is_a_block_with_a_signature(api):

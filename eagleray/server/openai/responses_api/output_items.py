@@ -107,6 +107,8 @@ class OutputItems:
     def _take_logprobs(self, text: str) -> list[ChatTokenLogprob]:
         """Remove and return the log-probabilities of the tokens of a text, and remove those of the tokens before it,
         which are markers and calls."""
+        if not self._logprobs:
+            return []
         wanted, ends = text.encode(), [*itertools.accumulate(len(one.bytes or ()) for one in self._logprobs)]
         start = b"".join(bytes(one.bytes or ()) for one in self._logprobs).find(wanted)
         if start < 0:

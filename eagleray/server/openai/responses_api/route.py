@@ -170,7 +170,8 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
     def _read(self, generation: Generation, part: CompletionDelta | CompletionOutput) -> Iterator[AnyResponseEvent]:
         """Yield the events for the text of a delta or a whole completion."""
         logprobs: list[ChatTokenLogprob] = []
-        if isinstance(part, CompletionDelta) and part.logprobs:
+        may_show = self._shows_reasoning or self.plan.reasoning is None  # otherwise they would give it away
+        if isinstance(part, CompletionDelta) and part.logprobs and may_show:
             logprobs = self._logprobs(generation, part).content
         if self.plan.is_divided:
             yield from self._items.push(self._reader.read(generation, part), logprobs)
