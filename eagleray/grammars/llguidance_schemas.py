@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from math import inf, lcm
 from typing import Any, NoReturn, TypeGuard
 
@@ -30,7 +30,8 @@ DRAFTS_WITHOUT_SIBLINGS = DRAFTS[:3]
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value has schemas by name."""
 VALUES = ("const", "enum")
-ANNOTATIONS = ("title", "description", "default", "examples", "$comment")
+ANNOTATIONS = ("title", "description", "default", "examples", "example", "$comment")
+EXTENSION_PREFIX = "x-"
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"  # Python and JavaScript have no year 0
@@ -61,6 +62,8 @@ MAX_CHARACTERS = 2**18
 MAX_DEPTH = 100
 MAX_PATTERN_PAIRS = 10_000
 """Bound of the pairs of `patternProperties` of an object, which llguidance compares, in all objects together."""
+MAX_SHOWN = 100
+"""Characters of a place or a pattern in an error."""
 MAX_MULTIPLE = 2**32
 """llguidance computes common multiples with 32 bits, without a check."""
 
@@ -126,7 +129,7 @@ class _Preparation:
         self._check(schema, place)
         prepared: dict[str, Any] = {}
         for key, value in schema.items():
-            if key in ANNOTATIONS or (key == "uniqueItems" and value is False):
+            if key in ANNOTATIONS or key.startswith(EXTENSION_PREFIX) or (key == "uniqueItems" and value is False):
                 continue
             if key in VALUES:
                 prepared[key] = value
@@ -159,7 +162,8 @@ class _Preparation:
                     _refuse(place, f"`{key}` has {value}, which is no number of 64 bits")
                 if isinstance(value, str) and not CONTROLS.isdisjoint(value):
                     _refuse(place, f"`{key}` has a control character")
-        self._num_pattern_pairs += len(schema.get("patternProperties") or ()) ** 2
+        patterns = schema.get("patternProperties")
+        self._num_pattern_pairs += len(patterns) ** 2 if isinstance(patterns, dict) else 0
         if self._num_pattern_pairs > MAX_PATTERN_PAIRS:
             raise GrammarTooLarge("the JSON schema has too many `patternProperties`", param=PARAM)
         multiple = schema.get("multipleOf")
@@ -167,8 +171,9 @@ class _Preparation:
             if multiple <= 0:
                 _refuse(place, f"`multipleOf` must be above 0, not {multiple}")
             self._multiples.append(Decimal(multiple))
-        minimum, required = schema.get("minProperties"), schema.get("required", ())
-        if _is_number(minimum) and isinstance(required, list | tuple) and minimum - len(set(required)) > 1:
+        minimum, required = schema.get("minProperties"), schema.get("required")
+        names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else ()
+        if _is_number(minimum) and minimum - len(names) > 1:
             _refuse(
                 place,
                 f"`minProperties` is {minimum}, but the names of properties that are not in `required` may repeat in a "
@@ -195,8 +200,11 @@ class _Preparation:
             return
         scale = 10 ** max((_num_decimals(multiple) for multiple in self._multiples), default=0)
         scaled = [int(multiple * scale) for multiple in self._multiples]
-        if scaled and lcm(*scaled) * max(scaled) >= MAX_MULTIPLE:
-            _refuse("#", "the common multiple of all `multipleOf` is too large")
+        common = 1
+        for multiple in scaled:
+            common = lcm(common, multiple)
+            if common * max(scaled) >= MAX_MULTIPLE:
+                _refuse("#", "the common multiple of all `multipleOf` is too large")
 
 
 def _scalars(value: Any) -> Iterator[Any]:
@@ -212,7 +220,7 @@ def _pattern(pattern: str, place: str) -> str:
     try:
         return to_rust(pattern)
     except ValueError as error:
-        _refuse(place, f"the pattern {pattern} is not supported, because {error}")
+        _refuse(place, f"the pattern {pattern[:MAX_SHOWN]} is not supported, because {error}")
 
 
 def _is_number(value: Any) -> TypeGuard[int | Decimal]:
@@ -225,13 +233,16 @@ def _num_decimals(number: Decimal) -> int:
 
 
 def _refuse(place: str, reason: str) -> NoReturn:
-    raise InvalidRequest(f"the JSON schema cannot be followed at {place}: {reason}", param=PARAM)
+    raise InvalidRequest(f"the JSON schema cannot be followed at {place[-MAX_SHOWN:]}: {reason}", param=PARAM)
 
 
 def _finite(text: str) -> Decimal:
-    number = Decimal(text)
+    try:
+        number = Decimal(text)
+    except InvalidOperation:  # the exponent has 19 digits or more
+        number = Decimal(inf)
     if abs(float(number)) == inf:
-        raise ValueError(f"{text} is beyond 64 bits")
+        raise ValueError(f"{text[:MAX_SHOWN]} is beyond 64 bits")
     return number
 
 
