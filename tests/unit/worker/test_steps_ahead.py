@@ -163,7 +163,7 @@ def test_runner_waits_only_for_tokens_before_a_grammar_and_after_the_launch_of_t
         runner.begin(step)
         waits_at_end.append(device.num_waits)
         num_pending.append(len(device.pending))
-    # Only steps 2, 3 and 5 have rows with a grammar whose last token is on its way; step 4 has one of step 3.
+    # Steps 2 to 5 have rows with a grammar whose last token is on its way.
     assert waits_at_end == [0, 0, 1, 2, 3, 4, 4]
     assert waits_at_launch == [0, 0, 0, 1, 2, 3, 4]
     assert num_pending == [1, 2, 2, 1, 1, 1, 2], "no step is waited for without need"
