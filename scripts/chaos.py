@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import shutil
 import sys
@@ -184,6 +185,7 @@ def _load(options: argparse.Namespace, server: Server, surroundings: Surrounding
         rng=random.Random(options.seed),
         victims=[VICTIMS[name] for name in options.victims],
         hosts=surroundings.hosts,
+        most=options.faults,
     )
     load = _load_with_updates if options.weight_updates else _load_of_one_version
     began, got = asyncio.run(load(options, server, requests, injector, report))
@@ -362,6 +364,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--settled", type=float, default=12.0, help="seconds that a process has been there before most faults hit it"
     )
+    parser.add_argument("--faults", type=int, default=math.inf, help="end them after this many; default: with the load")
     parser.add_argument("--seed", type=int, default=0, help="of the requests and of the faults")
     parser.add_argument(
         "--backend", choices=["processes", "ray"], default="processes", help="kind of process of an engine"

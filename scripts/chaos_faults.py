@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -61,7 +62,8 @@ class Hosts(Protocol):
 
 
 class FaultInjector:
-    """Injects a fault about `every` seconds until it is cancelled, mostly into processes older than `settled` seconds.
+    """Injects a fault about `every` seconds until it is cancelled or there were `most` of them, mostly into processes
+    older than `settled` seconds.
 
     `members` returns the present processes, and `victims` has the kinds of them that may be hit. A stopped process is
     declared dead `missed_after` seconds later. `hosts`: the engines' own hosts, if they have some.
@@ -77,6 +79,7 @@ class FaultInjector:
         rng: random.Random,
         victims: Collection[str] = tuple(WEIGHTS),
         hosts: Hosts | None = None,
+        most: float = math.inf,
     ) -> None:
         self._members = members
         self._hosts = hosts
@@ -85,11 +88,12 @@ class FaultInjector:
         self._missed_after = missed_after
         self._rng = rng
         self._victims = victims
+        self._most = most
         self.faults: list[Fault] = []
 
     async def run(self) -> None:
         await asyncio.sleep(self._every / 2)
-        while True:
+        while len(self.faults) < self._most:
             await self._inject(is_hasty=self._rng.random() < HASTE_SHARE)
             await asyncio.sleep(self._every * self._rng.uniform(0.5, 1.5))
 

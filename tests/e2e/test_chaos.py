@@ -38,9 +38,10 @@ def check(report: dict[str, Any], num_requests: int) -> None:
 
 @pytest.mark.timeout(180)
 def test_chaos_processes_killed_no_request_fails_or_changes(checkpoint, tmp_path):
-    """Two requests of each kind."""
-    options = ("--requests", "26", "--concurrency", "4", "--every", "1", "--settled", "3", "--heartbeat-timeout", "1")
-    check(chaos(tmp_path / "log", "--model", str(checkpoint), *options, seconds=170), 26)
+    """Processes may be killed faster than a busy machine starts them, so the faults end before the load."""
+    faults = ("--faults", "6", "--every", "1", "--settled", "3", "--heartbeat-timeout", "1")
+    options = ("--model", str(checkpoint), "--requests", "40", "--concurrency", "4", *faults)
+    check(chaos(tmp_path / "log", *options, seconds=170), 40)
 
 
 @pytest.mark.slow
