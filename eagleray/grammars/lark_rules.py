@@ -30,6 +30,10 @@ MAX_COLONS = 2_000
 names it, so a long chain of rules needs a large stack."""
 
 
+MAX_WRITTEN = 2**21
+"""Bound of the characters of rules, equal ones included: where alternatives follow alternatives, there are many."""
+
+
 @dataclass(frozen=True)
 class SpecialTokens:
     """The tokens that no text matches: a grammar has to name them."""
@@ -64,6 +68,7 @@ class LarkRules:
     def __init__(self) -> None:
         self._names: dict[tuple[str, str], str] = {}  # by options and expression
         self._grammars: list[dict[str, str]] = []
+        self._num_written = 0
 
     def rule(self, expression: str, *, is_lazy: bool = False) -> str:
         """Add a rule and return its name. A lazy one has to match a terminal, and ends at its first match."""
@@ -94,6 +99,9 @@ class LarkRules:
         return json.dumps({"grammars": [{"lark_grammar": "\n".join([f"start: {start}", *rules])}, *self._grammars]})
 
     def _name(self, prefix: str, options: str, expression: str) -> str:
+        self._num_written += len(expression)
+        if self._num_written > MAX_WRITTEN:
+            raise GrammarTooLarge("the structural tag is too large, because its parts multiply", param=PARAM)
         return self._names.setdefault((options, expression), f"{prefix}{len(self._names)}")
 
 

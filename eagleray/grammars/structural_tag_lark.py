@@ -183,7 +183,7 @@ class _Writer:
         return self._rules.json_schema(schema, whitespace)
 
     def _any_of(self, end: End) -> str:
-        return one_of(self._full(end)) if end else EMPTY
+        return self._rules.rule(one_of(self._full(end))) if end else EMPTY
 
     def _full(self, openings: End) -> list[str]:
         return [opening.full for opening in openings]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from eagleray.errors import InvalidRequest, UserError
+from eagleray.errors import CheckpointError, InvalidRequest, UserError
 from eagleray.grammars.cache import GrammarCache
 from eagleray.grammars.matcher import CompiledGrammar, GrammarCompiler
 from eagleray.log import get_logger
@@ -55,7 +55,7 @@ class WorkerGrammars:
     ) -> None:
         self._load = load
         self._loading = threading.Lock()
-        self._loaded: GrammarCompiler | None = None
+        self._loaded: GrammarCompiler | UserError | None = None
         self._timeout = timeout
         self._clock = clock
         self._cache = GrammarCache()
@@ -162,7 +162,21 @@ class WorkerGrammars:
             self._compiler()
 
     def _compiler(self) -> GrammarCompiler:
+        """Return the compiler. Raises `UserError` if it cannot be loaded, which is tried once."""
         with self._loading:
             if self._loaded is None:
-                self._loaded = self._load()
+                self._loaded = self._load_or_explain()
+            if isinstance(self._loaded, UserError):
+                raise self._loaded
             return self._loaded
+
+    def _load_or_explain(self) -> GrammarCompiler | UserError:
+        try:
+            return self._load()
+        except UserError as error:
+            return error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            logger.exception("the compiler of grammars cannot be loaded")
+            return CheckpointError(f"structured outputs cannot use this model's tokenizer: {error}")

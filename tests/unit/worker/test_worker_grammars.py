@@ -163,13 +163,20 @@ def test_worker_grammars_load_the_compiler_in_advance_once(monkeypatch: pytest.M
     assert len(num_loads) == 1
 
 
-def test_worker_grammars_of_a_tokenizer_that_does_not_fit_refuse_every_grammar() -> None:
+@pytest.mark.parametrize("error", [CheckpointError("an unknown tokenizer"), Panic("an unknown tokenizer")])
+def test_worker_grammars_of_a_tokenizer_that_does_not_fit_refuse_every_grammar(error: BaseException) -> None:
+    num_loads = []
+
     def load() -> GrammarCompiler:
-        raise CheckpointError("an unknown tokenizer")
+        num_loads.append(1)
+        raise error
 
     with worker_grammars(SlowCompiler(), load) as grammars:
-        failure = wait_until_done(grammars, regex("a")).failure
-        assert failure is not None and failure.is_user_error and failure.message == "an unknown tokenizer"
+        grammars.warm_up(150_000)
+        for source in "ab":
+            failure = wait_until_done(grammars, regex(source)).failure
+            assert failure is not None and failure.is_user_error and "an unknown tokenizer" in failure.message
+    assert len(num_loads) == 1
 
 
 def test_grammar_cache_keeps_the_last_used_within_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
