@@ -100,7 +100,7 @@ class WorkerGrammars:
         self._timer.cancel()
         for _ in range(self._num_threads):
             self._jobs.put(None)
-        if self._loaded is not None:
+        if self._loaded is not None and not isinstance(self._loaded, UserError):
             self._loaded.close()
 
     def _begin_or_check(self, grammar: Grammar) -> None:

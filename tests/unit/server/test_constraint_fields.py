@@ -47,13 +47,13 @@ CONSTRAINTS: list[tuple[dict[str, Any], str, Any, str]] = [
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize(("fields", "kind", "source", "whitespace"), CONSTRAINTS)
-def test_constraint_field_reaches_the_engine(api, path, fields, kind, source, whitespace):
-    response = api.post(path, ROUTES[path] | fields)
-    assert response.status_code == 200, response.text
-    grammar = api.engine.requests[-1].sampling.grammar
-    found = grammar.source if isinstance(source, str) else json.loads(grammar.source)
-    assert (grammar.kind, found, grammar.whitespace) == (kind, source, whitespace)
+def test_constraint_field_reaches_the_engine(api, path):
+    for fields, kind, source, whitespace in CONSTRAINTS:
+        response = api.post(path, ROUTES[path] | fields)
+        assert response.status_code == 200, response.text
+        grammar = api.engine.requests[-1].sampling.grammar
+        found = grammar.source if isinstance(source, str) else json.loads(grammar.source)
+        assert (grammar.kind, found, grammar.whitespace) == (kind, source, whitespace), fields
 
 
 def test_text_is_no_constraint(api):
@@ -81,33 +81,33 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize(("fields", "param", "reason"), WRONG)
-def test_constraint_field_that_is_wrong_is_refused_by_its_name(api, path, fields, param, reason):
-    response = api.post(path, ROUTES[path] | fields)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["param"] == param and reason in error["message"]
+def test_constraint_field_that_is_wrong_is_refused_by_its_name(api, path):
+    for fields, param, reason in WRONG:
+        response = api.post(path, ROUTES[path] | fields)
+        assert response.status_code == 400, fields
+        error = response.json()["error"]
+        assert error["param"] == param and reason in error["message"], fields
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
-        ({"guided_grammar": "x"}, "guided_grammar"),
-    ],
-)
-def test_constraint_that_the_engine_refuses_is_a_400_that_names_the_field(api, fields, param, stream):
+REFUSED = {
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
+    "structured_outputs": {"regex": "("},
+    "guided_grammar": "x",
+}
+
+
+def test_constraint_that_the_engine_refuses_is_a_400_that_names_the_field(api):
     def refuse(request: Generate) -> Iterator[Chunk]:
         failed = {"finish_reason": FinishReason.ERROR, "is_user_error": True, "param": "structured_outputs"}
         yield Chunk(request_id=request.request_id, error="the grammar is wrong", **failed)
 
     api.engine.script = refuse
-    response = api.post("/v1/chat/completions", {"messages": [USER], "stream": stream, **fields})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["message"]) == (param, "the grammar is wrong")
+    for field, value in REFUSED.items():
+        for stream in (False, True):
+            response = api.post("/v1/chat/completions", {"messages": [USER], "stream": stream, field: value})
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert (error["param"], error["message"]) == (field, "the grammar is wrong")
 
 
 def test_constraint_without_a_tokenizer_is_refused(checkpoint):
@@ -140,11 +140,10 @@ def test_options_of_structured_outputs_are_the_defaults_of_requests(checkpoint):
         assert grammar.whitespace == "" and json.loads(grammar.source)["additionalProperties"] is True
 
 
-@pytest.mark.parametrize("depth", [200, 100_000])
-@pytest.mark.parametrize("field", ["guided_json", "response_format"])
-def test_constraint_that_is_nested_deeply_is_a_400_or_goes_to_the_engine(api, field, depth):
-    nested = '{"items":' * depth + "{}" + "}" * depth
-    wrapped = f'{{"type":"json_schema","json_schema":{{"schema":{nested}}}}}'
-    value = nested if field == "guided_json" else wrapped
-    response = api.request("POST", "/v1/completions", content=f'{{"prompt":"a","{field}":{value}}}'.encode())
-    assert response.status_code == (200 if depth == 200 else 400), response.text
+def test_constraint_that_is_nested_deeply_goes_to_the_engine_or_is_a_400(api):
+    for depth, status in ((200, 200), (100_000, 400)):
+        nested = '{"items":' * depth + "{}" + "}" * depth
+        wrapped = f'{{"type":"json_schema","json_schema":{{"schema":{nested}}}}}'
+        for field, value in {"guided_json": nested, "response_format": wrapped}.items():
+            response = api.request("POST", "/v1/completions", content=f'{{"prompt":"a","{field}":{value}}}'.encode())
+            assert response.status_code == status, response.text
