@@ -10,7 +10,9 @@ import re
 import msgspec
 
 from eagleray.client.answers.marker_search import MarkerSearch
+from eagleray.client.answers.part_writer import join_parts
 from eagleray.client.answers.parts import AnswerPart, Reasoning, Splitter
+from eagleray.client.answers.text_reader import WHITE_SPACE, Reading, TextReader
 
 TURN_MARKER = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|\[/?INST\]|<(?:start|end)_of_turn>|<seed:[be]os>|</?s>")
 """Tokens between the messages of a prompt, in the spellings of published chat templates."""
@@ -75,57 +77,49 @@ class _MarkedSplitter(Splitter):
         self._ends = MarkerSearch(format.end, *format.interrupts)
         self._rest = rest
         self._is_open = is_open
-        self._has_begun = False
-        self._pending = ""
-        """Text that may turn out to be a marker, or white space that belongs to one."""
+        self._text = TextReader()
+        self._parts: list[AnswerPart] = []
+        self._held: list[str] = []
+        """White space that is reasoning if more reasoning follows."""
+        self._reading: Reading[None] | None = self._read()
+        """None after the reasoning."""
 
     def push(self, text: str) -> list[AnswerPart]:
-        self._pending += text
-        if not self._has_begun and not self._begin():
-            return []
-        parts = self._split() if self._is_open else []
-        return parts if self._is_open else [*parts, *self._pass_on()]
+        if self._reading is None:
+            return self._rest.push(text)
+        self._text.push(text)
+        return self._read_on(self._reading)
 
     def finish(self) -> list[AnswerPart]:
-        parts = self._reasoning(self._pending) if self._is_open else self._pass_on()
+        self._text.close()
+        parts = [] if self._reading is None else self._read_on(self._reading)
         return [*parts, *self._rest.finish()]
 
-    def _begin(self) -> bool:
-        """Find out how the answer begins. Returns whether that is certain."""
-        start, begun = self._format.start, self._pending.lstrip()
-        if begun.startswith(start):
-            self._is_open = True
-            self._pending = begun.removeprefix(start)
-        elif start.startswith(begun):
-            return False
-        self._has_begun = True
-        return True
+    def _read_on(self, reading: Reading[None]) -> list[AnswerPart]:
+        """Return the parts that are certain after further text."""
+        next(reading, None)
+        parts, self._parts = self._parts, []
+        return join_parts(parts)
 
-    def _split(self) -> list[AnswerPart]:
-        """Return the reasoning up to its end, or as far as it is certain."""
-        found = self._ends.find(self._pending)
-        if found.marker is None:
-            certain = self._pending[: found.end]
-            return _parts(self._take(len(certain.rstrip() if self._format.strips_end else certain)))
-        self._is_open = False
-        parts = self._reasoning(self._take(found.end))
-        if found.marker == self._format.end:
-            self._take(len(found.marker))
-        return parts
+    def _read(self) -> Reading[None]:
+        """Read the reasoning, and pass on the text that came after it."""
+        space = yield from self._text.read_space()
+        has_start = (yield from self._text.take(self._format.start)) is not None
+        if not has_start and self._is_open:
+            self._add_reasoning(space)
+        if has_start or self._is_open:
+            yield from self._text.read_before(self._ends, self._add_reasoning)
+            yield from self._text.take(self._format.end)
+            space = ""
+        self._reading = None
+        if after := space + self._text.rest():
+            self._parts += self._rest.push(after)
 
-    def _pass_on(self) -> list[AnswerPart]:
-        """Return the parts of the text after the reasoning."""
-        return self._rest.push(self._take(len(self._pending))) if self._pending else []
-
-    def _reasoning(self, text: str) -> list[AnswerPart]:
-        """Return the last text of the reasoning."""
-        return _parts(text.rstrip() if self._format.strips_end else text)
-
-    def _take(self, num_chars: int) -> str:
-        """Remove and return the beginning of the pending text."""
-        taken, self._pending = self._pending[:num_chars], self._pending[num_chars:]
-        return taken
-
-
-def _parts(text: str) -> list[AnswerPart]:
-    return [Reasoning(text)] if text else []
+    def _add_reasoning(self, text: str) -> None:
+        """Add reasoning. White space at its end is held if it may belong to the format."""
+        kept = text.rstrip(WHITE_SPACE) if self._format.strips_end else text
+        if kept:
+            self._parts.append(Reasoning("".join((*self._held, kept))))
+            self._held.clear()
+        if len(kept) < len(text):
+            self._held.append(text[len(kept) :])

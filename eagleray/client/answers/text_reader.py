@@ -70,6 +70,10 @@ class TextReader:
         record, self._record = self._record or [], None
         return "".join(record)
 
+    def rest(self) -> str:
+        """Read the text that has come."""
+        return self._read_to(len(self._text))
+
     def peek(self) -> Reading[str]:
         """Return the next character; "" at the end."""
         while self._position == len(self._text) and not self._is_complete:

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
+import pytest
+
 from eagleray.client.answers.formats import ToolFormat
+from eagleray.client.answers.marker_search import MarkerFound, MarkerSearch
 from eagleray.client.answers.part_writer import join_parts
 from eagleray.client.answers.parts import AnswerPart, CallArguments, CallBegin, Content, Splitter
 from eagleray.client.answers.tools import Tool
@@ -35,6 +38,19 @@ def split_whole(tool_format: ToolFormat, text: str, tools: Sequence[Tool] = ()) 
     for cut in range(1, len(text)):
         assert split(tool_format.splitter(tools), [text[:cut], text[cut:]]) == whole, (text[:cut], text[cut:])
     return whole
+
+
+def count_searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of characters of every search for markers."""
+    searched: list[int] = []
+    find = MarkerSearch.find
+
+    def count(self: MarkerSearch, text: str, start: int = 0, is_last: bool = False) -> MarkerFound:
+        searched.append(len(text) - start)
+        return find(self, text, start, is_last)
+
+    monkeypatch.setattr(MarkerSearch, "find", count)
+    return searched
 
 
 def answer_of(parts: Iterable[AnswerPart]) -> Answer:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from answer_checks import pieces_of, split
+from answer_checks import count_searched, pieces_of, split
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eagleray.client.answers.marked_reasoning import TURN_MARKER, MarkedReasoning
-from eagleray.client.answers.parts import AnswerPart, Content, Reasoning, Splitter
+from eagleray.client.answers.parts import AnswerPart, Content, Reasoning
+from eagleray.client.answers.plan import Undivided
 from eagleray.client.answers.reasoning_formats import (
     find_reasoning_format,
     reasoning_format,
@@ -23,19 +24,8 @@ MARKED = [format for format in registered_reasoning_formats() if isinstance(form
 CHATML = "<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n"
 
 
-class ContentOnly(Splitter):
-    """A splitter of answers without calls."""
-
-    def push(self, text: str) -> list[AnswerPart]:
-        assert text
-        return [Content(text)]
-
-    def finish(self) -> list[AnswerPart]:
-        return []
-
-
 def parts_of(name: str, prompt: str, pieces: Iterable[str]) -> list[AnswerPart]:
-    parts = split(reasoning_format(name).splitter(prompt, ContentOnly()), pieces)
+    parts = split(reasoning_format(name).splitter(prompt, Undivided()), pieces)
     assert all(part.text for part in parts)
     return parts
 
@@ -112,6 +102,16 @@ def test_parts_do_not_depend_on_the_pieces(format, reasoning, content, is_open, 
     if format.end not in reasoning + format.end[:-1] and not reasoning.lstrip().startswith(format.start):
         assert texts.get(Reasoning, "") == (reasoning.rstrip() if format.strips_end else reasoning)
         assert texts.get(Content, "") == content
+
+
+@pytest.mark.parametrize("format", MARKED, ids=lambda format: format.name)
+def test_long_white_space_in_characters_is_searched_once(format, monkeypatch):
+    space = " \n" * 1000
+    answer = f"{space}{format.start}I{space}see.{space}{format.end}Yes."
+    searched = count_searched(monkeypatch)
+    whole = parts_of(format.name, CHATML, answer)
+    assert whole == [Reasoning(f"I{space}see." + ("" if format.strips_end else space)), Content("Yes.")]
+    assert sum(searched) < (len(format.end) + 2) * len(answer)
 
 
 TURNS = "{% for m in messages %}{% if m.role == 'user' %}USER{% else %}ASSISTANT{% endif %}{% endfor %}"

@@ -8,12 +8,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from answer_checks import answer_of, pieces_of, random_object, random_text, random_value, split
+from answer_checks import answer_of, count_searched, pieces_of, random_object, random_text, random_value, split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_templates import FAMILIES
 
-from eagleray.client.answers.marker_search import MarkerFound, MarkerSearch
 from eagleray.client.answers.tool_formats import find_tool_format, get_tool_format
 from eagleray.client.answers.tools import Tool
 from eagleray.errors import ConfigError
@@ -91,20 +90,13 @@ def test_tool_format_any_text_in_pieces_agrees_with_whole(name: str, text: str, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tool_format_long_call_in_characters_is_searched_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    searched, find = 0, MarkerSearch.find
-
-    def count(self: MarkerSearch, text: str, start: int = 0, is_last: bool = False) -> MarkerFound:
-        nonlocal searched
-        searched += len(text) - start
-        return find(self, text, start, is_last)
-
-    monkeypatch.setattr(MarkerSearch, "find", count)
+    searched = count_searched(monkeypatch)
     arguments = {"text": 'a <b> {[" </' * 200, "options": {"c": "[" * 2000}}
     text = FAMILIES[family].write("", [("f", arguments)])
     parts = split(get_tool_format(FAMILIES[family].tool_format).splitter(TOOLS), text)
     assert json.loads(answer_of(parts).calls[0][1]) == arguments
     longest = max(map(len, get_tool_format(FAMILIES[family].tool_format).markers))
-    assert searched < (longest + 2) * len(text)
+    assert sum(searched) < (longest + 2) * len(text)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
