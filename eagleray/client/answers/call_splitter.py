@@ -16,6 +16,8 @@ from eagleray.client.answers.text_reader import JSON_ENDS, WHITE_SPACE, Emit, Js
 CALL_NAME = re.compile(r'[^\s"<>{}]+')
 """Names of functions, as formats have them that write a name without quotes."""
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 _KEYS_OF_ARGUMENTS = ("arguments", "parameters")
 _KEYS_OF_CALLS = ("name", "type", "id", *_KEYS_OF_ARGUMENTS)
 
@@ -138,9 +140,9 @@ class CallSplitter(ABC):
 
 
 def _string(pieces: list[str]) -> str | None:
-    """Decode a JSON string; None for another value."""
+    """Decode a JSON string; None for another value, and for half of a surrogate pair, which no answer can send."""
     value = _decode("".join(pieces))
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and not _SURROGATE.search(value) else None
 
 
 def _decode(text: str) -> object:

@@ -8,6 +8,8 @@ from answer_checks import answer_of, split_whole
 from eagleray.client.answers.tool_formats import get_tool_format
 
 HERMES = get_tool_format("hermes")
+SURROGATE = r'"{\"a\": \"\ud800\"}"'
+"""Arguments in a JSON string with half of a surrogate pair, as the model wrote them."""
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,12 @@ HERMES = get_tool_format("hermes")
         ('<tool_call>{"name": "f", {"a": 1}}</tool_call>', "", [("f", '{"a": 1}}')]),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
         ('<tool_call>{"name": "f", "arguments": "Paris"}</tool_call>', "", [("f", '"Paris"')]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>', "", [("f", SURROGATE)]),
+        (
+            '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+            '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+            [],
+        ),
         ("A\n<tool_call>f(1)</tool_call>\n", "A\n<tool_call>f(1)</tool_call>\n", []),
         (
             '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
