@@ -38,7 +38,10 @@ _FORMATS: dict[str, ReasoningFormat] = {
         ),
         MarkedReasoning(name="deepseek_v3", template_markers=("<｜Assistant｜>", "</think>", "thinking")),
         MarkedReasoning(
-            name="deepseek_r1", template_markers=("<｜Assistant｜>", "</think>"), is_implied=True, end_prefix="\n"
+            name="deepseek_r1",
+            template_markers=("<｜Assistant｜>", "<think>", "</think>"),
+            is_implied=True,
+            end_prefix="\n",
         ),
         MarkedReasoning(
             name="qwen3",
@@ -49,8 +52,12 @@ _FORMATS: dict[str, ReasoningFormat] = {
         MarkedReasoning(name="think", template_markers=("</think>",)),
     )
 }
-"""Formats by the names of their parsers in vLLM, in the order in which they are tried for a template; `think` is for
-further models that write <think>."""
+"""Formats by the names of their parsers in vLLM, in the order in which they are tried for a template.
+
+`think` is for further models that write <think>. DeepSeek-R1-0528 is one of them: its template only removes reasoning
+from the history, and so the model writes the start marker itself. Such a template does not tell it from DeepSeek-V3,
+which does not reason, so its answers begin with reasoning only where the marker comes.
+"""
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):

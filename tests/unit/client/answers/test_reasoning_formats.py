@@ -203,12 +203,25 @@ def test_answer_to_a_prompt_without_thinking_is_content(name):
     ("template", "name"),
     [
         ("<|start_header_id|>assistant<|end_header_id|>{{ content.split('</think>')[-1] }}", "think"),
+        ("<｜Assistant｜>{{ content.split('</think>')[-1] }}", "think"),  # DeepSeek-R1-0528
+        ("<｜Assistant｜>{{ content }}<｜end▁of▁sentence｜>", None),  # DeepSeek-V3-0324
         (CHATML_TURN, None),
     ],
 )
 def test_other_template_has_the_general_format_or_none(template, name):
     found = find_reasoning_format(template)
     assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("Yes.", (None, "Yes.")), ("<think>\nI see.\n</think>\n\nYes.", ("\nI see.\n", "\n\nYes."))],
+)
+def test_answer_is_reasoning_only_after_its_marker_if_the_template_never_writes_it(answer, expected):
+    template = "<｜User｜>{{ messages[0].content }}<｜Assistant｜>{% set removed = '</think>' %}"
+    found = find_reasoning_format(template)
+    assert found is not None
+    assert both(found.name, render(template, [USER]), answer) == expected
 
 
 def test_unknown_format_is_refused_with_the_known_ones():
