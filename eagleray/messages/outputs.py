@@ -76,8 +76,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill_time: float = 0.0
     """Seconds from the admission to the first output. Set with that output."""
     is_started: bool = False
-    """Whether the first step that computes the request is about to be sent. Set for suspects and if `announce_start`
-    asks for it."""
+    """Whether the workers are about to compile the grammar of the request, or to compute its first step. Set for
+    suspects and if `announce_start` asks for it."""
     finish_reason: FinishReason | None = None
     weight_version: str | None = None
     """Version of the weights that made `token_ids` and the following tokens, where it changes. The first tokens from
@@ -126,7 +126,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     one."""
     num_deferred: int = 0
     """Number of the waiting requests that would not be admitted if there were room: suspects that wait for their turn,
-    and requests that a pause holds back."""
+    requests that wait for their grammar, and those that a pause holds back."""
     running_adapters: tuple[str, ...] = ()
     """Names of the adapters of requests that are computed."""
     waiting_adapters: tuple[str, ...] = ()

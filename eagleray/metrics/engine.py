@@ -54,7 +54,8 @@ PARTS: list[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, str, 
     (
         GaugeMetricFamily,
         "num_requests_waiting_by_reason",
-        "Requests that wait for room (capacity), or for a suspect's turn or the end of a pause (deferred).",
+        "Requests that wait for room (capacity), or for their grammar, a suspect's turn or the end of a pause "
+        "(deferred).",
         "reason",
         {
             "capacity": lambda stats: stats.num_waiting - stats.num_deferred,

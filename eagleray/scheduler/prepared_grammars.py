@@ -8,12 +8,15 @@ from eagleray.messages.grammars import MAX_PREPARED_BYTES, MAX_PREPARED_GRAMMARS
 
 
 class PreparedGrammars:
-    """Has the ones that were used last. Workers keep more of them, by the same order, so that they have these when a
-    row is added."""
+    """Has the ones that were used last. Workers keep more of them, by the same order of use: they use a grammar when it
+    is prepared and when a row is added. So they have these when a row is added."""
 
     def __init__(self) -> None:
         self._grammars: OrderedDict[Grammar, None] = OrderedDict()
         self._num_bytes = 0
+
+    def __contains__(self, grammar: Grammar) -> bool:
+        return grammar in self._grammars
 
     def add(self, grammar: Grammar) -> None:
         """Add a grammar that has been compiled, in place of the ones that were used longest ago."""
@@ -28,7 +31,7 @@ class PreparedGrammars:
             self._num_bytes -= len(dropped.source)
 
     def use(self, grammar: Grammar) -> bool:
-        """Note that a request uses a grammar. Returns whether it is compiled."""
+        """Note that a row is added with this grammar. Returns whether it is compiled."""
         if grammar not in self._grammars:
             return False
         self._grammars.move_to_end(grammar)

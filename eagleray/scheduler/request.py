@@ -66,7 +66,8 @@ class Request:
     is_suspect: bool = False
     """Whether several engines exited while the request ran on them: see `waiting.Quarantine`."""
     announce_start: bool = False
-    """Whether the client receives a chunk before the first step that computes the request."""
+    """Whether the client receives a chunk before the first step that computes the request, and maybe one before its
+    grammar is compiled."""
     was_started: bool = False
     weight_version: str = FIRST_WEIGHT_VERSION
     """Version of the weights that made the last delivered token, as the client knows it."""
@@ -113,6 +114,10 @@ class Request:
         """Make the next chunk with these fields of `Chunk`; the first one reports the cached prompt tokens."""
         num_cached, self.num_cached_tokens = self.num_cached_tokens, 0
         return AddressedChunk(self.client, Chunk(request_id=self.request_id, num_cached_tokens=num_cached, **fields))
+
+    def make_start_chunk(self) -> AddressedChunk:
+        """Make the chunk that announces the start."""
+        return AddressedChunk(self.client, Chunk(request_id=self.request_id, is_started=True))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -24,7 +24,7 @@ from eagleray.messages.arrays import Array
 from eagleray.messages.failure import Failure
 from eagleray.messages.grammars import PARAM, Grammar
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import Chunk, FinishReason, SchedulerStats
+from eagleray.messages.outputs import FinishReason, SchedulerStats
 from eagleray.messages.requests import Generate
 from eagleray.messages.steps import RowFailure, StepPlan, StepResult
 from eagleray.scheduler.adapters import AdapterSlots
@@ -104,7 +104,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether requests can be computed, or a planned step has not been applied yet."""
-        may_plan = not self._is_stopped and (len(self._running) or self._waiting.num_to_admit)
+        may_plan = not self._is_stopped and (len(self._running) or self._waiting.may_admit)
         return bool(self._in_flight or may_plan)
 
     @property
@@ -176,6 +176,13 @@ class Scheduler:
     def is_awaited(self, grammar: Grammar) -> bool:
         """Whether requests wait for this grammar."""
         return self._waiting.is_awaited(grammar)
+
+    def announce_starts(self, grammars: Iterable[Grammar]) -> list[AddressedChunk]:
+        """Return the chunks that clients must receive before the workers compile these grammars, since one may crash
+        them. One request of each grammar is announced, so that the others are not charged with an exit."""
+        waiting = (self._waiting.unprepared(grammar) for grammar in grammars)
+        firsts = (next((one for one in requests if one.announce_start), None) for requests in waiting)
+        return [request.make_start_chunk() for request in firsts if request is not None]
 
     def on_grammar_prepared(self, grammar: Grammar, failure: Failure | None, *, seconds: float) -> list[AddressedChunk]:
         """Let the requests with this grammar run, or fail. Returns their last chunks then. `seconds`: since the workers
@@ -415,14 +422,16 @@ class Scheduler:
         return None
 
     def _queue(self, request: Request) -> None:
-        """Add a new request to those that wait for a row, or for their grammar."""
+        """Add a new request to those that wait for a row, or for their grammar. The grammar of a suspect is compiled at
+        its turn, so that an exit of the engine identifies it."""
         grammar = request.sampling.grammar
         if grammar is None:
             self._waiting.push(request)
             return
+        is_prepared = grammar in self._grammars
         self._counters.num_grammar_queries += 1
-        if self._grammars.use(grammar):
-            self._counters.num_grammar_hits += 1
+        self._counters.num_grammar_hits += is_prepared
+        if is_prepared or request.is_suspect:
             self._waiting.push(request)
         else:
             self._waiting.push_unprepared(request, grammar)
@@ -445,9 +454,7 @@ class Scheduler:
             self._count_lookup(request, num_cached)
             self._histograms.on_admitted(request.times, request.num_prompt_tokens - request.num_cached_tokens)
             if request.announce_start:
-                self._early_chunks.append(
-                    AddressedChunk(request.client, Chunk(request_id=request.request_id, is_started=True))
-                )
+                self._early_chunks.append(request.make_start_chunk())
         self._advance(run, num_tokens)
 
     def _advance(self, run: Run, num_tokens: int) -> None:

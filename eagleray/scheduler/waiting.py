@@ -6,7 +6,7 @@ that the next exit of the engine identifies the one at fault."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from eagleray.messages.grammars import Grammar
 from eagleray.scheduler.request import Request
@@ -69,6 +69,11 @@ class Quarantine:
     def push(self, suspect: Request) -> None:
         self._queue.push(suspect)
 
+    @property
+    def may_release(self) -> bool:
+        """Whether a suspect waits for its turn, and it is nobody's turn."""
+        return len(self._queue) > 0 and self._current is None
+
     def is_current(self, suspect: Request) -> bool:
         """Whether it is this suspect's turn."""
         return suspect is self._current
@@ -76,7 +81,7 @@ class Quarantine:
     def release_next(self, in_flight: Iterable[InFlightStep]) -> Request | None:
         """Release the next suspect to the waiting queue. Returns None if none is queued, if the current one has not
         finished, or if a step in flight still computes it."""
-        if not self._queue or self._current is not None:
+        if not self.may_release:
             return None
         if any(run.request.is_suspect for flight in in_flight for run in flight.runs):
             return None
@@ -113,9 +118,14 @@ class Backlog:
         return len(self._admissible) + len(self._quarantine)
 
     @property
+    def may_admit(self) -> bool:
+        """Whether a request could be admitted if there were room and no step in flight."""
+        return len(self._admissible) > 0 or self._quarantine.may_release
+
+    @property
     def num_deferred(self) -> int:
-        """Number of requests that room alone does not admit: suspects that wait for their turn, and requests that are
-        held back."""
+        """Number of requests that room alone does not admit: suspects that wait for their turn, requests that wait
+        for their grammar, and those that are held back."""
         return len(self._held_back) + len(self._quarantine) + self._num_unprepared
 
     @property
@@ -136,6 +146,10 @@ class Backlog:
     def first_unprepared(self, limit: int) -> list[Grammar]:
         """Return up to `limit` grammars that requests wait for, in the order in which these requests are admitted."""
         return heapq.nsmallest(limit, self._unprepared, key=lambda grammar: min(map(_key, self._unprepared[grammar])))
+
+    def unprepared(self, grammar: Grammar) -> Sequence[Request]:
+        """Return the requests that wait for this grammar."""
+        return self._unprepared.get(grammar, ())
 
     def push_unprepared(self, request: Request, grammar: Grammar) -> None:
         """Add a request that waits for its grammar."""

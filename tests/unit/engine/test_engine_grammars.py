@@ -61,7 +61,7 @@ class CompilingEngine:
         self.grammars = EngineGrammars(self.core, clock=lambda: self.now)
         self.chunks: dict[str, list[Chunk]] = {}
 
-    def add(self, name: str, grammar: Grammar | None = None) -> None:
+    def add(self, name: str, grammar: Grammar | None = None, *, announce_start: bool = False) -> None:
         self.core.scheduler.add(
             Generate(
                 request_id=name,
@@ -69,11 +69,12 @@ class CompilingEngine:
                 prompt_token_ids=[1] * 5,
                 sampling=Sampling(seed=0, grammar=grammar),
                 stopping=Stopping(max_tokens=3),
+                announce_start=announce_start,
             )
         )
 
     def advance(self) -> None:
-        self._take(self.grammars.advance())
+        self._take(self.grammars.advance(self._take))
         self._take(self.core.step(self._take))
 
     def run(self) -> None:
@@ -152,8 +153,33 @@ def test_engine_fails_requests_whose_worker_never_answers_and_says_what_it_waite
     engine.now += 1
     engine.advance()
     chunk = engine.last("a")
-    assert chunk.error is not None and "the compilation of a grammar in 90 s" in chunk.error
+    assert chunk.error is not None and "waited 90 s for every worker to compile" in chunk.error
     assert not chunk.is_user_error and not engine.core.scheduler.has_unprepared_grammars
+
+
+def test_engine_fails_requests_whose_worker_never_finishes_although_it_answers() -> None:
+    engine = CompilingEngine()
+    engine.add("a", G)
+    for engine.now in (0.0, GRAMMAR_TIMEOUT_SECONDS, GRAMMAR_TIMEOUT_SECONDS + 1):
+        engine.advance()
+    assert "waited 90 s" in (engine.last("a").error or "")
+
+
+def test_engine_announces_one_request_of_each_grammar_before_the_workers_compile_it() -> None:
+    engine = CompilingEngine()
+    engine.group.silent |= {G, Grammar(kind="regex", source="b")}
+    announced_before: list[list[Grammar]] = []
+    engine.add("new", G)
+    engine.add("b", Grammar(kind="regex", source="b"))
+    engine.add("sent again", G, announce_start=True)
+    engine.add("also sent again", G, announce_start=True)
+
+    def send_early(chunks: Any) -> None:
+        assert [(chunk.request_id, chunk.is_started) for _, chunk in chunks] == [("sent again", True)]
+        announced_before.append(engine.group.asked)
+
+    engine.grammars.advance(send_early)
+    assert announced_before == [[]] and len(engine.group.asked) == 2
 
 
 def test_engine_forgets_a_grammar_that_nobody_waits_for() -> None:
@@ -168,3 +194,16 @@ def test_engine_forgets_a_grammar_that_nobody_waits_for() -> None:
     engine.add("a", G)
     engine.advance()
     assert engine.group.asked == [G, G]
+
+
+def test_engine_time_of_a_grammar_begins_anew_when_nobody_waited_for_it_meanwhile() -> None:
+    engine = CompilingEngine()
+    engine.add("a", G)
+    engine.advance()
+    engine.core.scheduler.abort(CLIENT, ["a"])
+    engine.advance()
+    engine.now = GRAMMAR_TIMEOUT_SECONDS + 1
+    engine.add("a", G)
+    engine.advance()
+    engine.advance()
+    assert "a" not in engine.chunks

@@ -125,16 +125,22 @@ def test_stopped_scheduler_takes_grammars_and_runs_their_requests_afterwards() -
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_suspect_that_waits_for_its_grammar_takes_its_turn(aborted: bool) -> None:
+def test_grammar_of_a_suspect_is_compiled_at_its_turn(aborted: bool) -> None:
     engine = Engine()
-    engine.add(constrained("a", suspect=True), request("b", (1, 2), suspect=True))
-    engine.step()
-    assert engine.started == ["b"]
+    engine.add(request("b", (1, 2), suspect=True), constrained("a", suspect=True), request("c", (1, 2), suspect=True))
+    assert engine.scheduler.announce_starts([G]) == [] and not engine.scheduler.has_unprepared_grammars
+    while not engine.is_ended((ALICE, "b")):
+        engine.step()
+    assert engine.plan() is None
+    assert engine.started == ["b"] and engine.scheduler.first_unprepared_grammars(5) == [G]
+    assert [chunk.request_id for _, chunk in engine.scheduler.announce_starts([G])] == ["a"]
+    assert not engine.scheduler.has_work and not engine.scheduler.is_drained
     if aborted:
         engine.receive(engine.scheduler.abort(ALICE, ["a"]))
-    prepare(engine)
+    else:
+        prepare(engine)
     finish(engine)
-    assert engine.started == (["b"] if aborted else ["b", "a"])
+    assert engine.started == (["b", "c"] if aborted else ["b", "a", "c"])
 
 
 def test_request_whose_grammar_was_evicted_waits_for_it_at_admission(monkeypatch: pytest.MonkeyPatch) -> None:
