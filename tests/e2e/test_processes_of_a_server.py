@@ -263,7 +263,7 @@ def test_serve_truncated_weight_file_is_named(checkpoint, tmp_path):
     assert "model.safetensors" in message
 
 
-@pytest.mark.grid  # test_llm.py
+@pytest.mark.grid  # test_llm.py gives a cache that is too small
 def test_serve_cache_below_one_sequence_is_refused(checkpoint):
     message = refusal(checkpoint, "--port", "0", "--max-model-len", "4000", "--num-kv-blocks", "10")
     assert "160 tokens" in message
@@ -278,6 +278,6 @@ def test_serve_unknown_option_is_refused(checkpoint):
     ("option", "size"),
     [("--tensor-parallel-size", "3"), ("--pipeline-parallel-size", "9")],
 )
-@pytest.mark.grid  # tests/unit/models/test_sharding.py
+@pytest.mark.grid  # tests/unit/models/test_sharding.py has the sizes that are refused
 def test_serve_parallel_size_that_does_not_divide_is_refused(checkpoint, option, size):
     assert option[2:].replace("-", "_") in refusal(checkpoint, "--port", "0", option, size)
