@@ -148,7 +148,8 @@ class Completion:
                 self._routed_experts.check_complete(len(self.token_ids))
         self.finish_reason = chunk.finish_reason
         self.stop_reason = chunk.stop_token_id
-        hides_last = chunk.finish_reason is FinishReason.STOP and not self._include_stop
+        # A text that a grammar has completed may end without a token of its own.
+        hides_last = chunk.finish_reason is FinishReason.STOP and bool(chunk.token_ids) and not self._include_stop
         self._num_visible = len(self.token_ids) - hides_last
         if self._repetition is not None:
             self._end_repetition(chunk)

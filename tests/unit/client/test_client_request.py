@@ -72,6 +72,16 @@ def test_output_stop_token_has_no_text(stop):
     assert request.output().outputs[0].text == HE + WO
 
 
+@pytest.mark.parametrize("is_read_between", [False, True])
+def test_output_that_stops_without_a_token_has_the_text_of_all(is_read_between):
+    request = state()
+    deliver(request, 0, chunk(HELLO, WORLD))
+    if is_read_between:
+        request.pop_delta()
+    deliver(request, 0, chunk(finish_reason=FinishReason.STOP))
+    assert request.output().outputs[0].text == HE + WO
+
+
 def test_deliver_stop_string_truncates_tokens_logprobs_and_text():
     request = state(stop=[WO[:2]], logprobs=0)
     logprobs = [TokenLogprobs([token_id], [-1.0], 1) for token_id in (HELLO, WORLD, HELLO)]
