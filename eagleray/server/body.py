@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -202,22 +202,27 @@ class BodyDecoder(Generic[T]):
             return InvalidRequest(f"`{path}` is missing", param=path)
         if not path:
             return InvalidRequest(f"the body: {what[0].lower()}{what[1:]}")
-        unsupported, choices = self._hints
-        name = path.split(".")[-1].split("[")[0]
-        if name in unsupported:
+        schemas = self._schemas_at(path)
+        if any(UNSUPPORTED in schema for schema in schemas):
             return InvalidRequest(f"`{path}` is not supported; leave it out", param=path)
-        if name in choices and what.startswith("Invalid"):
-            what = f"not a supported value; supported: {choices[name]}"
+        if what.startswith("Invalid") and (choices := [value for schema in schemas for value in _choices(schema)]):
+            what = f"not a supported value; supported: {', '.join(choices)}"
         what = f"a key: {what}" if match and match["key"] else what
         return InvalidRequest(f"`{path}`: {what[0].lower()}{what[1:]}", param=path)
 
+    def _schemas_at(self, path: str) -> list[dict[str, Any]]:
+        """Return the JSON schemas of the field at `path`: several if it is in one of several structs."""
+        (schema,), structs = self._schemas
+        found = [schema]
+        for name in path.split("."):
+            properties = [part["properties"] for part in _parts(found, structs) if "properties" in part]
+            found = [part[key] for part in properties if (key := name.split("[")[0]) in part]
+        return found
+
     @functools.cached_property
-    def _hints(self) -> tuple[set[str], dict[str, str]]:
-        """The names of fields that are not supported, and the values of fields that admit only a few."""
-        _, components = msgspec.json.schema_components([self._kind])
-        properties = [item for part in components.values() for item in part.get("properties", {}).items()]
-        unsupported = {name for name, schema in properties if UNSUPPORTED in schema}
-        return unsupported, {name: ", ".join(values) for name, schema in properties if (values := _choices(schema))}
+    def _schemas(self) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+        """The schema of the body, and those of the structs in it by name."""
+        return msgspec.json.schema_components([self._kind])
 
 
 class Reasons:
@@ -306,7 +311,19 @@ def _renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     return error
 
 
+def _parts(schemas: Iterable[dict[str, Any]], structs: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the schemas, and those of their alternatives and entries."""
+    for schema in schemas:
+        yield schema
+        yield from _parts(_nested(schema), structs)
+        if "$ref" in schema:
+            yield structs[schema["$ref"].rpartition("/")[2]]
+
+
+def _nested(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*schema.get("anyOf", []), *([schema["items"]] if "items" in schema else [])]
+
+
 def _choices(schema: dict[str, Any]) -> list[str]:
     """Return the values of a field that admits only a few."""
-    nested = [*schema.get("anyOf", []), *([schema["items"]] if "items" in schema else [])]
-    return [*map(str, schema.get("enum", [])), *(value for part in nested for value in _choices(part))]
+    return [*map(str, schema.get("enum", [])), *(value for part in _nested(schema) for value in _choices(part))]
