@@ -16,6 +16,7 @@ from eagleray.server.field_fates import (
     COMMON,
     NO_REASONING,
     SEVERAL_ANSWERS,
+    UNCONSTRAINED,
     Fate,
     Feature,
     ignored,
@@ -86,6 +87,7 @@ class CountTokensRequest(AnthropicRequest, kw_only=True, forbid_unknown_fields=T
 SERVER_TOOLS = Feature("tools that the server runs", "leave it out")
 OPENAI_STOP = Feature("a field of this name here", "call it `stop_sequences`")
 OTHER_FORMAT = Feature("a field of this name here", "call it `output_config.format`")
+OTHER_BUDGET = Feature("a field of this name here", "call it `thinking.budget_tokens`")
 CONTAINERS = Feature("containers for code", "leave it out")
 
 COUNT_FATES: Mapping[str, Fate] = {
@@ -101,10 +103,12 @@ COUNT_FATES: Mapping[str, Fate] = {
 MESSAGES_FATES: Mapping[str, Fate] = {
     **COMMON,
     **NO_REASONING,
+    **UNCONSTRAINED,
     **COUNT_FATES,
     "service_tier": ignored("auto", "standard_only"),
     "stop": refused(OPENAI_STOP, []),
     "response_format": refused(OTHER_FORMAT, {"type": "text"}),
+    "thinking_token_budget": refused(OTHER_BUDGET, -1),
     "n": refused(SEVERAL_ANSWERS, 1),
 }
 """Table of /v1/messages."""
