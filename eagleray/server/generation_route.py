@@ -170,7 +170,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         if getattr(body, "stream_options", None) not in (None, StreamOptions()) and not body.stream:
             with reasons.collecting():
                 raise InvalidRequest("`stream_options` is only for requests with `stream` true", param="stream_options")
-        self._field_names = {**self.field_names, **constraint_names(body)}
+        self._field_names = {**self.field_names, **self._constraint_names()}
         with reasons.collecting(), field_names(self._field_names):
             self.task = self._make_task(request)
         reasons.check()
@@ -179,6 +179,11 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
 
     def _check_features(self, reasons: Reasons) -> None:
         """Collect what is wrong or not supported in fields that only this API has."""
+
+    def _constraint_names(self) -> Mapping[str, str]:
+        """Return the name of the field that constrains the answer, by the one that errors name, if `field_names` has
+        not the right one."""
+        return constraint_names(self.body)
 
     def _make_task(self, request: Request) -> GenerationTask:
         body, params = self.body, self._sampling_params()

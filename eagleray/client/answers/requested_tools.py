@@ -79,7 +79,7 @@ def read_tools(given: Sequence[Any] | None, form: ToolForm) -> OfferedTools:
         if one.get("type") not in form.types:
             types = " or ".join("no `type`" if kind is None else f"`type` {kind}" for kind in form.types)
             raise wrong_entry(
-                f"{path}.type", f"is {one.get('type')!r:.60}, but only functions are supported, which have {types}"
+                f"{path}.type", f"is {one.get('type')!r:.60}, but the only tools here are functions, which have {types}"
             )
         function, path = _function(one, path) if form.is_nested else (one, path)
         tool = _read_tool(function, path, form.schema)
@@ -142,7 +142,7 @@ def choose_tools(offered: OfferedTools, choice: Any, *, is_parallel: bool | None
             "tool_choice.type", f"is {choice.get('type')!r:.60}, but it must be function or allowed_tools"
         )
     if mode == "required" and not offered.tools:
-        raise wrong_entry("tool_choice", "is required, but the request has no `tools`: give some, or leave it out")
+        raise wrong_entry("tool_choice", "asks for a call, but the request has no `tools`: give some, or leave it out")
     return RequestedTools(offered, ToolChoice(mode if offered.tools else "none", None, is_parallel is not False))
 
 

@@ -47,8 +47,11 @@ class AnthropicErrorEvent(msgspec.Struct, tag_field="type", tag="error"):
 
 def to_anthropic_error(error: HttpError) -> AnthropicErrorEvent:
     """Return the body for an error."""
-    kind = ERROR_TYPES.get(error.status, "invalid_request_error")
-    return AnthropicErrorEvent(AnthropicError(type=kind, message=error.reply.error.message))
+    kind, wrong = ERROR_TYPES.get(error.status, "invalid_request_error"), error.reply.error
+    # There is no place for the name of the field beside the message.
+    is_named = wrong.param is None or f"`{wrong.param}`" in wrong.message
+    message = wrong.message if is_named else f"`{wrong.param}`: {wrong.message}"
+    return AnthropicErrorEvent(AnthropicError(type=kind, message=message))
 
 
 ANTHROPIC_ERRORS = ErrorForm(AnthropicErrorEvent, to_anthropic_error, statuses={503: 529})

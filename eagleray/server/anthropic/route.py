@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from eagleray.client.answers.requested_tools import (
     read_tools,
 )
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
+from eagleray.errors import InvalidRequest
 from eagleray.messages.grammars import PARAM
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
@@ -29,6 +30,7 @@ from eagleray.server.anthropic.request import (
     AnthropicRequest,
     CountTokensRequest,
     MessagesRequest,
+    OutputFormat,
     ToolChoiceOptions,
 )
 from eagleray.server.anthropic.response import (
@@ -84,7 +86,11 @@ class ParsedMessages(ParsedConversation[MessagesRequest, AnyMessageEvent]):
         offered, choice = read_tools(self.body.tools, ANTHROPIC_TOOLS), self.body.tool_choice or ToolChoiceOptions()
         is_parallel = not choice.disable_parallel_tool_use
         if choice.type == "tool":
-            return choose_tool(offered, choice.name or "", "tool_choice.name", is_parallel=is_parallel)
+            if choice.name is None:
+                raise InvalidRequest(
+                    "`tool_choice` of type tool needs the `name` of one of the `tools`", param="tool_choice.name"
+                )
+            return choose_tool(offered, choice.name, "tool_choice.name", is_parallel=is_parallel)
         return choose_tools(offered, "required" if choice.type == "any" else choice.type, is_parallel=is_parallel)
 
     def _make_conversation(self) -> Conversation:
@@ -94,9 +100,15 @@ class ParsedMessages(ParsedConversation[MessagesRequest, AnyMessageEvent]):
         budget = None if self.body.thinking is None else self.body.thinking.budget_tokens
         return self._merge_answer(self.body.max_tokens, stop=self.body.stop_sequences, thinking_token_budget=budget)
 
+    @property
+    def _format(self) -> OutputFormat | None:
+        return None if self.body.output_config is None else self.body.output_config.format
+
+    def _constraint_names(self) -> Mapping[str, str]:
+        return super()._constraint_names() if self._format is None else {}
+
     def _content_constraint(self) -> StructuredOutputsParams | None:
-        form = None if self.body.output_config is None else self.body.output_config.format
-        return None if form is None else StructuredOutputsParams(json=form.schema_)
+        return None if self._format is None else StructuredOutputsParams(json=self._format.schema_)
 
     # A whole answer is made of the same parts as a stream.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
@@ -18,6 +19,11 @@ NAMES = ("weather", "time")
 FUNCTIONS = [{"type": "function", "name": name, "parameters": SCHEMA} for name in NAMES]
 TOOLS = [{"name": name, "input_schema": SCHEMA} for name in NAMES]
 NESTED = [{"type": "function", "function": tool} for tool in FUNCTIONS]
+KNOWN: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [USER], "tools": NESTED},
+    RESPONSES: {"input": "hello", "tools": FUNCTIONS},
+    MESSAGES: {"messages": [USER], "tools": TOOLS, "max_tokens": 500},
+}
 CALLS = [f'<tool_call>\n{{"name": "{name}", "arguments": {{"city": "Oslo"}}}}\n</tool_call>' for name in NAMES]
 
 
@@ -42,10 +48,7 @@ def say(api, text):
 
 
 def post(api, path, **body):
-    known = {RESPONSES: {"input": "hello", "tools": FUNCTIONS}, MESSAGES: {"tools": TOOLS, "max_tokens": 500}}[path]
-    if path == MESSAGES:
-        known["messages"] = [{"role": "user", "content": "hello"}]
-    response = api.post(path, {**known, **body})
+    response = api.post(path, {**KNOWN[path], **body})
     assert response.status_code == 200, response.text
     return response
 
@@ -150,10 +153,13 @@ def test_agent_routes_constrain_the_form_of_texts(api):
     ("path", "body", "param"),
     [
         (RESPONSES, {"text": {"format": {"type": "json_object"}}, "tools": None}, "text.format"),
+        (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format"),
         (RESPONSES, {"structured_outputs": {"json_object": True}}, "structured_outputs"),
         (RESPONSES, {"tool_choice": "required"}, "tools"),
         (CHAT, {"response_format": {"type": "text"}, "tool_choice": "required"}, "tools"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (MESSAGES, {"tool_choice": {"type": "any"}}, "tools"),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
     ],
 )
 def test_routes_name_the_field_of_a_constraint_that_engines_refuse(api, path, body, param):
@@ -163,11 +169,15 @@ def test_routes_name_the_field_of_a_constraint_that_engines_refuse(api, path, bo
         lambda request: iter([Chunk(request_id=request.request_id, param="structured_outputs", **refusal)]),
     )
     try:
-        known = {"input": "hello", "tools": FUNCTIONS} if path == RESPONSES else {"messages": [USER], "tools": NESTED}
-        response = api.post(path, {**known, **body})
+        response = api.post(path, {**KNOWN[path], **body})
     finally:
         api.engine.script = script
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    if path == MESSAGES:
+        assert error["message"] == f"`{param}`: too odd"
+    else:
+        assert error["param"] == param
 
 
 def test_messages_calls_are_blocks(api):

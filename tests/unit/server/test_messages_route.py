@@ -197,7 +197,7 @@ def test_messages_beginning_of_the_answer_is_continued(api):
         ({"stop_sequences": "x"}, "`stop_sequences`"),
         ({"stop": ["x"]}, "call it `stop_sequences`"),
         ({"tools": [TOOL]}, "does not support tool calls (`tools`)"),
-        ({"tool_choice": {"type": "any"}}, "`tool_choice` is required, but the request has no `tools`"),
+        ({"tool_choice": {"type": "any"}}, "`tool_choice` asks for a call, but the request has no `tools`"),
         ({"tool_choice": {"type": "some"}}, "`tool_choice.type`"),
         ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "`tool_choice.name` is 'g'"),
         (
@@ -206,7 +206,13 @@ def test_messages_beginning_of_the_answer_is_continued(api):
         ),
         ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "`tools[0].input_schema`"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "(`thinking`)"),
-        ({"output_config": {"format": {"type": "json_object"}}}, "`output_config.format.type`"),
+        (
+            {"output_config": {"format": {"type": "json_object"}}},
+            "`output_config.format.type`: not a supported value; supported: json_schema; and",
+        ),
+        ({"structured_outputs": {"regex": "a"}}, "(`structured_outputs`)"),
+        ({"thinking_token_budget": 5}, "call it `thinking.budget_tokens`"),
+        ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "needs the `name` of one of the `tools`"),
         ({"mcp_servers": [{}]}, "(`mcp_servers`)"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -127,6 +127,10 @@ class ParsedResponse(ParsedConversation[ResponsesRequest, AnyResponseEvent]):
                 f"`top_logprobs` must be between 0 and {most}, but it is {num_logprobs}", param="top_logprobs"
             )
         return num_logprobs if self.body.has_logprobs else None
+
+    def _constraint_names(self) -> Mapping[str, str]:
+        form = None if self.body.text is None else self.body.text.format
+        return super()._constraint_names() if form is None or form.type == "text" else {}
 
     def _content_constraint(self) -> StructuredOutputsParams | None:
         form = None if self.body.text is None else self.body.text.format
