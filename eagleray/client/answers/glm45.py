@@ -11,7 +11,7 @@ from eagleray.client.answers.marker_search import MarkerSearch
 from eagleray.client.answers.parts import Splitter
 from eagleray.client.answers.text_reader import Reading, discard
 from eagleray.client.answers.tools import Tool, ToolChoice
-from eagleray.client.answers.typed_arguments import TypedArguments
+from eagleray.client.answers.typed_arguments import ParameterTypes, TypedArguments
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -43,7 +43,7 @@ class _Glm45Splitter(CallSplitter):
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
-        self._tools = {tool.name: tool for tool in tools}
+        self._types = ParameterTypes(tools)
 
     def read(self) -> Reading[None]:
         while (yield from self.text.read_until(self._CALL, self.parts.content)) is not None:
@@ -56,7 +56,7 @@ class _Glm45Splitter(CallSplitter):
                 self.parts.content(self.text.stop_record())
                 continue
             self.begin_call(name)
-            yield from self._read_parameters(TypedArguments(self.parts, self._tools.get(name)))
+            yield from self._read_parameters(TypedArguments(self.parts, self._types, name))
 
     def _read_parameters(self, arguments: TypedArguments) -> Reading[None]:
         """Read keys and values up to the end of the call. A key without a value, and other text, is left out."""

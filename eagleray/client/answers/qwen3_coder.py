@@ -11,7 +11,7 @@ from eagleray.client.answers.marker_search import MarkerSearch
 from eagleray.client.answers.parts import Splitter
 from eagleray.client.answers.text_reader import Reading, discard
 from eagleray.client.answers.tools import Tool, ToolChoice
-from eagleray.client.answers.typed_arguments import TypedArguments
+from eagleray.client.answers.typed_arguments import ParameterTypes, TypedArguments
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -39,7 +39,7 @@ class _Qwen3CoderSplitter(CallSplitter):
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
-        self._tools = {tool.name: tool for tool in tools}
+        self._types = ParameterTypes(tools)
 
     def read(self) -> Reading[None]:
         while (start := (yield from self.text.read_until(self._STARTS, self.parts.content))) is not None:
@@ -52,7 +52,7 @@ class _Qwen3CoderSplitter(CallSplitter):
                 self.parts.content(self.text.stop_record())
                 continue
             self.begin_call(name)
-            if (yield from self._read_parameters(TypedArguments(self.parts, self._tools.get(name)))) == FUNCTION_END:
+            if (yield from self._read_parameters(TypedArguments(self.parts, self._types, name))) == FUNCTION_END:
                 space = yield from self.text.read_space()
                 if not (yield from self.text.take(CALL_END)):
                     self.parts.separator(space)

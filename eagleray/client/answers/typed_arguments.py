@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from eagleray.client.answers.part_writer import PartWriter
@@ -18,22 +19,41 @@ _TYPES = {
 _STRING = frozenset({"string"})
 
 
-class TypedArguments:
-    """Writes the arguments of one call. Strings are written as they come, other values when they are complete: the type
-    in the tool's schema says what a text means."""
+class ParameterTypes:
+    """The types that the schemas of a request's tools give to parameters. Each schema is read once, because a model may
+    repeat a parameter, and a schema may be long."""
 
-    def __init__(self, parts: PartWriter, tool: Tool | None) -> None:
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._schemas = {tool.name: tool.parameters for tool in tools}
+        self._found: dict[tuple[str, str], frozenset[str]] = {}
+
+    def find(self, tool: str, parameter: str) -> frozenset[str]:
+        """Return the names of the types of a parameter; `string` if no schema is known."""
+        key = tool, parameter
+        if key not in self._found:
+            schema = self._schemas.get(tool, {})
+            properties = schema.get("properties")
+            if not isinstance(properties, dict) or parameter not in properties:
+                return _STRING
+            self._found[key] = types_of_schema(properties[parameter], schema)
+        return self._found[key]
+
+
+class TypedArguments:
+    """Writes the arguments of one call of the `tool`. Strings are written as they come, other values when they are
+    complete: the type in the tool's schema says what a text means."""
+
+    def __init__(self, parts: PartWriter, parameter_types: ParameterTypes, tool: str) -> None:
         self._parts = parts
-        self._schema = tool.parameters if tool is not None else {}
+        self._parameter_types = parameter_types
+        self._tool = tool
         self._separator = "{"
         self._types = _STRING
         self._value: list[str] = []
 
     def begin_parameter(self, name: str) -> None:
         """Begin a parameter."""
-        properties = self._schema.get("properties")
-        schema = properties.get(name) if isinstance(properties, dict) else None
-        self._types = types_of_schema(schema, self._schema)
+        self._types = self._parameter_types.find(self._tool, name)
         self._parts.arguments(f"{self._separator}{json.dumps(name, ensure_ascii=False)}: ")
         self._separator = ", "
         if self._types == _STRING:

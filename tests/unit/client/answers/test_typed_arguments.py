@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
+from eagleray.client.answers import typed_arguments
 from eagleray.client.answers.part_writer import PartWriter
 from eagleray.client.answers.parts import CallArguments
 from eagleray.client.answers.tools import Tool
-from eagleray.client.answers.typed_arguments import TypedArguments
+from eagleray.client.answers.typed_arguments import ParameterTypes, TypedArguments
 
 
 def written(schema: Any, value: str) -> str:
     """Return the JSON of one parameter's value."""
     parts = PartWriter()
     parameters = {"properties": {"p": schema}, "$defs": {"Color": {"enum": ["red"]}, "Point": {"type": "object"}}}
-    arguments = TypedArguments(parts, Tool(name="f", parameters=parameters))
+    arguments = TypedArguments(parts, ParameterTypes([Tool(name="f", parameters=parameters)]), "f")
     parts.begin_call("f")
     arguments.begin_parameter("p")
     for character in value:
@@ -65,3 +66,16 @@ def written(schema: Any, value: str) -> str:
 )
 def test_typed_arguments_value_becomes_json_of_its_type(schema: Any, value: str, expected: str) -> None:
     assert written(schema, value) == expected
+
+
+def test_parameter_types_repeated_parameter_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    find = typed_arguments.types_of_schema
+    monkeypatch.setattr(typed_arguments, "types_of_schema", lambda *schemas: read.append(schemas[0]) or find(*schemas))
+    schema = {"enum": [1, 2]}
+    types = ParameterTypes([Tool(name="f", parameters={"properties": {"p": schema}}), Tool(name="g")])
+    assert [types.find(tool, name) for tool in ("f", "g", "h") for name in ("p", "q", "p")] == [
+        *({"integer"}, {"string"}, {"integer"}),
+        *[{"string"}] * 6,
+    ]
+    assert read == [schema]
