@@ -5,7 +5,6 @@ Pure. The messages are the copies that `template_message` has made, so they are 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from typing import Any
@@ -99,4 +98,5 @@ def _result_id(result: Mapping[str, Any]) -> str:
 
 
 def _has_function_id(call: Mapping[str, Any]) -> bool:
-    return bool(re.fullmatch(rf"functions\.{re.escape(call['function']['name'])}:\d+", _id(call)))
+    start, _, number = _id(call).rpartition(":")
+    return start == f"functions.{call['function']['name']}" and number.isdecimal()
