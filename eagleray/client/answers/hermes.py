@@ -51,5 +51,5 @@ class _HermesSplitter(CallSplitter):
 
 
 def _tag(tool: Tool) -> StructuralFormat:
-    begin = f'{START}\n{{"name": {json.dumps(tool.name)}, "arguments": '
+    begin = f'{START}\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
     return tag(begin, json_value(tool.parameters), "}\n" + END)

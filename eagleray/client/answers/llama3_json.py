@@ -61,4 +61,6 @@ class _Llama3JsonSplitter(CallSplitter):
 
 
 def _tag(tool: Tool) -> StructuralFormat:
-    return tag(f'{{"name": {json.dumps(tool.name)}, "parameters": ', json_value(tool.parameters), "}")
+    return tag(
+        f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "parameters": ', json_value(tool.parameters), "}"
+    )

@@ -119,4 +119,6 @@ class _MistralSplitter(CallSplitter):
 
 
 def _object_tag(tool: Tool) -> StructuralFormat:
-    return tag(f'{{"name": {json.dumps(tool.name)}, "arguments": ', json_value(tool.parameters), "}")
+    return tag(
+        f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ', json_value(tool.parameters), "}"
+    )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tool_templates import FAMILIES
 
 from eagleray.client.answers.tool_formats import find_tool_format, get_tool_format
-from eagleray.client.answers.tools import Tool
+from eagleray.client.answers.tools import Tool, ToolChoice
 from eagleray.errors import ConfigError
 
 NAMES = ("get_weather", "f", "look-up_2")
@@ -118,3 +118,9 @@ def test_get_tool_format_further_name_is_found(name: str, expected: str) -> None
 def test_get_tool_format_unknown_name_raises_with_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no format 'hermess'; use auto, none or one of deepseek_v3, deepseek_v31"):
         get_tool_format("hermess")
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+def test_tool_format_constraint_has_letters_of_names_as_templates_write_them(name: str) -> None:
+    constraint = get_tool_format(name).constraint([Tool(name="größe")], ToolChoice("required"))
+    assert '"name": "größe"' in str(constraint)
