@@ -10,7 +10,13 @@ from typing import Literal
 from eagleray.errors import ConfigError, EagleRayError, InvalidRequest
 from eagleray.grammars.llguidance_errors import GrammarTooLarge
 from eagleray.grammars.matcher import CompiledGrammar, GrammarCompiler
+from eagleray.log import get_logger
 from eagleray.messages.grammars import Grammar
+
+logger = get_logger(__name__)
+
+LOAD_SECONDS = 60.0
+"""Time that loading a library may take."""
 
 GrammarBackend = Literal["auto", "llguidance", "xgrammar"]
 """Values of the option `structured_outputs_backend`."""
@@ -41,16 +47,35 @@ def load_compiler(
     from eagleray.grammars.llguidance_compiler import LLGuidanceCompiler
 
     first = LLGuidanceCompiler(tokenizer_json, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
-    return FallbackCompiler(first, load_xgrammar) if backend == "auto" and _has_xgrammar() else first
+    if backend == "llguidance" or not _has_xgrammar():
+        return first
+    from eagleray.grammars.xgrammar_jobs import compile_job
+
+    return FallbackCompiler(first, load_xgrammar, check_second=compile_job)
+
+
+def max_load_seconds(backend: GrammarBackend) -> float:
+    """Return the time that a compilation may take to load a library, besides its own."""
+    return LOAD_SECONDS if backend == "auto" and _has_xgrammar() else 0.0
 
 
 class FallbackCompiler:
-    """Has a second compiler try what the first refuses. The second is loaded when it is first needed."""
+    """Has a second compiler try what the first refuses.
 
-    def __init__(self, first: GrammarCompiler, load_second: Callable[[], GrammarCompiler]) -> None:
+    Loading the second takes seconds, so it is done when `check_second` has not refused a grammar, and once.
+    """
+
+    def __init__(
+        self,
+        first: GrammarCompiler,
+        load_second: Callable[[], GrammarCompiler],
+        *,
+        check_second: Callable[[Grammar], object],
+    ) -> None:
         self._first = first
         self._load_second = load_second
-        self._second: GrammarCompiler | None = None
+        self._check_second = check_second
+        self._second: GrammarCompiler | EagleRayError | None = None
         self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
@@ -61,16 +86,27 @@ class FallbackCompiler:
             raise  # another library would only take longer to find out
         except InvalidRequest as refusal:
             try:
-                with self._lock:
-                    self._second = self._second or self._load_second()
-                return self._second.compile(grammar)
+                self._check_second(grammar)
+                return self._loaded_second().compile(grammar)
             except EagleRayError:
                 raise refusal from None
+
+    def _loaded_second(self) -> GrammarCompiler:
+        with self._lock:
+            if self._second is None:
+                try:
+                    self._second = self._load_second()
+                except EagleRayError as error:
+                    logger.error("grammars that llguidance refuses are not tried with another library: %s", error)
+                    self._second = error
+        if isinstance(self._second, EagleRayError):
+            raise self._second
+        return self._second
 
     def close(self) -> None:
         """See `GrammarCompiler.close`."""
         self._first.close()
-        if self._second is not None:
+        if self._second is not None and not isinstance(self._second, EagleRayError):
             self._second.close()
 
 

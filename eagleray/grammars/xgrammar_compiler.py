@@ -9,18 +9,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import xgrammar
 
 from eagleray.errors import InvalidRequest
 from eagleray.grammars.matcher import TokenMask, mask_words
-from eagleray.grammars.structural_tags import parse_structural_tag
-from eagleray.grammars.xgrammar_process import CompileJob, CompileProcess, TokenVocabulary, tokenizer_info
-from eagleray.grammars.xgrammar_schemas import PARAM, check_enforced
+from eagleray.grammars.xgrammar_jobs import compile_job
+from eagleray.grammars.xgrammar_process import CompileProcess, TokenVocabulary, tokenizer_info
+from eagleray.grammars.xgrammar_schemas import PARAM
 from eagleray.messages.grammars import Grammar
-from eagleray.messages.structured_outputs import DEFAULT_WHITESPACE, MAX_WHITESPACE
 
 
 class XGrammarCompiler:
@@ -37,7 +35,7 @@ class XGrammarCompiler:
 
     def compile(self, grammar: Grammar) -> XGrammarGrammar:
         """See `GrammarCompiler.compile`."""
-        serialized = self._process.compile(_job(grammar))
+        serialized = self._process.compile(compile_job(grammar))
         compiled = xgrammar.CompiledGrammar.deserialize_json(serialized, self._info)
         result = XGrammarGrammar(compiled, self._eos_token_ids)
         mask = np.zeros(mask_words(self._vocab_size), dtype=np.int32)
@@ -102,62 +100,3 @@ def _vocabulary(tokenizer: dict[str, Any], vocab_size: int, eos_token_ids: Seque
     if "ByteFallback" in decoders:
         kind = kinds.BYTE_FALLBACK
     return TokenVocabulary(tokens=tokens, kind=kind.value, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids))
-
-
-def _job(grammar: Grammar) -> CompileJob:
-    """Return the grammar in the form of the library. Raises `InvalidRequest` for what it does not enforce."""
-    source = grammar.source
-    match grammar.kind:
-        case "json_schema":
-            check_enforced(_parse_schema(source))
-            return CompileJob(
-                method="compile_json_schema", arguments=[source], options=_json_options(grammar.whitespace)
-            )
-        case "choice":
-            texts = [{"type": "const_string", "value": text} for text in json.loads(source)]
-            tag = {"type": "structural_tag", "format": {"type": "or", "elements": texts}}
-            return CompileJob(method="compile_structural_tag", arguments=[json.dumps(tag)])
-        case "regex":
-            return CompileJob(method="compile_regex", arguments=[source])
-        case "ebnf":
-            return CompileJob(method="compile_grammar" if "::=" in source else "compile_lark", arguments=[source])
-        case "structural_tag":
-            return CompileJob(method="compile_structural_tag", arguments=[_structural_tag(source)])
-
-
-def _json_options(whitespace: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"strict_mode": False}  # other properties are allowed unless the schema forbids them
-    match whitespace:
-        case "":
-            return options | {"any_whitespace": False, "separators": [",", ":"]}
-        case str() if whitespace == DEFAULT_WHITESPACE:
-            return options | {"max_whitespace_cnt": MAX_WHITESPACE}
-    raise InvalidRequest(
-        "`whitespace_pattern` is not for the backend xgrammar: leave it out, or use the backend llguidance", param=PARAM
-    )
-
-
-def _structural_tag(source: str) -> str:
-    """Return a structural tag in the newer form. Raises `InvalidRequest`."""
-    form = msgspec.to_builtins(parse_structural_tag(source, PARAM))
-    _check_schemas(form)
-    return json.dumps({"type": "structural_tag", "format": form})
-
-
-def _check_schemas(form: Any) -> None:
-    """Raise `InvalidRequest` for a schema in a structural tag that is not enforced."""
-    if isinstance(form, list):
-        for part in form:
-            _check_schemas(part)
-    elif isinstance(form, dict):
-        if form.get("type") == "json_schema":
-            check_enforced(form["json_schema"])
-        else:
-            _check_schemas([*form.values()])
-
-
-def _parse_schema(source: str) -> Any:
-    try:
-        return json.loads(source)
-    except ValueError as error:
-        raise InvalidRequest(f"the JSON schema is not valid JSON: {error}", param=PARAM) from None

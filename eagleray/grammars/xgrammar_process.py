@@ -18,6 +18,7 @@ from typing import IO, Any
 import msgspec
 
 from eagleray.errors import EagleRayError, InvalidRequest
+from eagleray.grammars.compilers import LOAD_SECONDS
 
 COMPILE_SECONDS = 1.0
 """Time that one grammar may take."""
@@ -25,8 +26,6 @@ COMPILE_BYTES = 256 * 2**20
 """Memory that one grammar may take, beside what the process has when it is ready."""
 MAX_COMPILED_BYTES = 64 * 2**20
 """Largest compiled grammar that is taken over."""
-START_SECONDS = 60.0
-"""Time to import xgrammar, which imports torch and transformers."""
 REPLY_MARGIN_SECONDS = 5.0
 """Time beyond `COMPILE_SECONDS` after which the process is taken for hung."""
 
@@ -79,9 +78,9 @@ class CompileProcess:
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],  # where the package lies, which need not be installed
         )
-        if self._ask(self._vocabulary, START_SECONDS) is None:
+        if self._ask(self._vocabulary, LOAD_SECONDS) is None:
             raise EagleRayError(
-                f"the process that compiles grammars with xgrammar was not ready within {START_SECONDS:.0f} s or has "
+                f"the process that compiles grammars with xgrammar was not ready within {LOAD_SECONDS:.0f} s or has "
                 "ended; its output says why"
             )
 

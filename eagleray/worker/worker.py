@@ -16,7 +16,7 @@ import numpy as np
 from eagleray.config.resolve import logprobs_limit
 from eagleray.config.sections import Config, ExecutionConfig
 from eagleray.errors import ChannelClosed, ConfigError, ExpertGroupBroken
-from eagleray.grammars.compilers import check_backend, load_compiler
+from eagleray.grammars.compilers import check_backend, load_compiler, max_load_seconds
 from eagleray.grammars.matcher import GrammarCompiler
 from eagleray.hub.locate import tokenizer_dir, weight_dir
 from eagleray.hub.pooling import find_pooling
@@ -66,7 +66,7 @@ from eagleray.process.gc_freeze import freeze_gc
 from eagleray.transport.message_queue_peer import MessageQueuePeer
 from eagleray.worker.adapters import write_adapter
 from eagleray.worker.downloads import downloads_of
-from eagleray.worker.grammars import WorkerGrammars
+from eagleray.worker.grammars import COMPILE_TIMEOUT_SECONDS, WorkerGrammars
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.logprobs import ScoreKind
 from eagleray.worker.memory import check_cache_fits, host_free_bytes, total_bytes
@@ -417,7 +417,8 @@ def _grammars_of(loaded: LoadedWorker) -> WorkerGrammars | None:
             eos_token_ids=[token_id for token_id in ends if token_id < vocab_size],
         )
 
-    return WorkerGrammars(load)
+    timeout = COMPILE_TIMEOUT_SECONDS + max_load_seconds(config.structured_outputs_backend)
+    return WorkerGrammars(load, timeout=timeout)
 
 
 def _pooler_of(loaded: LoadedWorker) -> Pooler | None:

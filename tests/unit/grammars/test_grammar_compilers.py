@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.errors import ConfigError, EagleRayError, InvalidRequest
 from eagleray.grammars import compilers
 from eagleray.grammars.compilers import FallbackCompiler, check_backend
 from eagleray.grammars.llguidance_errors import GrammarTooLarge, refusal
 from eagleray.messages.grammars import Grammar
 
 GRAMMAR = Grammar(kind="regex", source="a")
+
+
+def accept(grammar: Grammar) -> None:
+    """Check of a library that may take every grammar."""
 
 
 class FakeCompiler:
@@ -32,7 +36,7 @@ class FakeCompiler:
 def test_fallback_compiler_asks_the_second_library_for_what_the_first_refuses():
     second, loaded = FakeCompiler(), []
     first = FakeCompiler(InvalidRequest("unsupported"))
-    compiler = FallbackCompiler(first, lambda: loaded.append(second) or second)
+    compiler = FallbackCompiler(first, lambda: loaded.append(second) or second, check_second=accept)
     assert [compiler.compile(GRAMMAR), compiler.compile(GRAMMAR)] == [second, second]
     assert loaded == [second]
     compiler.close()
@@ -41,11 +45,13 @@ def test_fallback_compiler_asks_the_second_library_for_what_the_first_refuses():
 
 def test_fallback_compiler_loads_no_second_library_that_is_not_needed():
     first = FakeCompiler()
-    assert FallbackCompiler(first, pytest.fail).compile(GRAMMAR) is first
+    assert FallbackCompiler(first, pytest.fail, check_second=accept).compile(GRAMMAR) is first
 
 
 def test_fallback_compiler_that_both_refuse_gives_the_first_reason():
-    compiler = FallbackCompiler(FakeCompiler(InvalidRequest("first")), lambda: FakeCompiler(InvalidRequest("second")))
+    compiler = FallbackCompiler(
+        FakeCompiler(InvalidRequest("first")), lambda: FakeCompiler(InvalidRequest("second")), check_second=accept
+    )
     with pytest.raises(InvalidRequest, match="first"):
         compiler.compile(GRAMMAR)
 
@@ -55,7 +61,31 @@ def test_fallback_compiler_grammar_beyond_a_limit_is_not_tried_again(message: st
     error = refusal(message)
     assert isinstance(error, GrammarTooLarge)
     with pytest.raises(GrammarTooLarge):
-        FallbackCompiler(FakeCompiler(error), pytest.fail).compile(GRAMMAR)
+        FallbackCompiler(FakeCompiler(error), pytest.fail, check_second=accept).compile(GRAMMAR)
+
+
+def test_fallback_compiler_does_not_load_a_library_for_what_it_refuses_by_itself():
+    def check(grammar: Grammar) -> None:
+        raise InvalidRequest("second")
+
+    compiler = FallbackCompiler(FakeCompiler(InvalidRequest("first")), pytest.fail, check_second=check)
+    with pytest.raises(InvalidRequest, match="first"):
+        compiler.compile(GRAMMAR)
+
+
+def test_fallback_compiler_library_that_cannot_be_loaded_is_tried_once():
+    loads = []
+
+    def load() -> FakeCompiler:
+        loads.append(1)
+        raise EagleRayError("not ready")
+
+    compiler = FallbackCompiler(FakeCompiler(InvalidRequest("first")), load, check_second=accept)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="first"):
+            compiler.compile(GRAMMAR)
+    assert loads == [1]
+    compiler.close()
 
 
 def test_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch):
