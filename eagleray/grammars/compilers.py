@@ -10,13 +10,11 @@ from typing import Literal
 from eagleray.errors import ConfigError, EagleRayError, InvalidRequest
 from eagleray.grammars.llguidance_errors import GrammarTooLarge
 from eagleray.grammars.matcher import CompiledGrammar, GrammarCompiler
+from eagleray.grammars.timeouts import LOAD_SECONDS
 from eagleray.log import get_logger
 from eagleray.messages.grammars import Grammar
 
 logger = get_logger(__name__)
-
-LOAD_SECONDS = 60.0
-"""Time that loading a library may take."""
 
 GrammarBackend = Literal["auto", "llguidance", "xgrammar"]
 """Values of the option `structured_outputs_backend`."""

@@ -18,7 +18,7 @@ from typing import IO, Any
 import msgspec
 
 from eagleray.errors import EagleRayError, InvalidRequest
-from eagleray.grammars.compilers import LOAD_SECONDS
+from eagleray.grammars.timeouts import LOAD_SECONDS
 
 COMPILE_SECONDS = 1.0
 """Time that one grammar may take."""
