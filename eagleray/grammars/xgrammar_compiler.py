@@ -13,19 +13,23 @@ import numpy as np
 import torch
 import xgrammar
 
-from eagleray.errors import InvalidRequest
+from eagleray.errors import CheckpointError, InvalidRequest
 from eagleray.grammars.matcher import TokenMask, mask_words
 from eagleray.grammars.xgrammar_jobs import compile_job
 from eagleray.grammars.xgrammar_process import CompileProcess, TokenVocabulary, tokenizer_info
 from eagleray.grammars.xgrammar_schemas import PARAM
 from eagleray.messages.grammars import Grammar
 
+KINDS = {"ByteLevel": xgrammar.VocabType.BYTE_LEVEL, "ByteFallback": xgrammar.VocabType.BYTE_FALLBACK}
+"""Kinds of vocabularies by the decoder of the tokenizer."""
+
 
 class XGrammarCompiler:
     """`vocab_size` is the model's, which may have more ids than the tokenizer has tokens."""
 
     def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Start the process that compiles. `tokenizer_json` is a tokenizer.json."""
+        """Start the process that compiles. `tokenizer_json` is a tokenizer.json. Raises `CheckpointError` for one that
+        the library cannot use."""
         vocabulary = _vocabulary(json.loads(tokenizer_json), vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -85,7 +89,7 @@ class XGrammarMatcher:
 
 
 def _vocabulary(tokenizer: dict[str, Any], vocab_size: int, eos_token_ids: Sequence[int]) -> TokenVocabulary:
-    """Return the vocabulary of a tokenizer.json."""
+    """Return the vocabulary of a tokenizer.json. Raises `CheckpointError` for a kind that the library does not know."""
     model = tokenizer["model"]["vocab"]
     ids = model if isinstance(model, dict) else {entry[0]: number for number, entry in enumerate(model)}
     ids = ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
@@ -95,8 +99,10 @@ def _vocabulary(tokenizer: dict[str, Any], vocab_size: int, eos_token_ids: Seque
             tokens[token_id] = token
     decoder = tokenizer.get("decoder") or {}
     decoders = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
-    kinds = xgrammar.VocabType
-    kind = kinds.BYTE_LEVEL if "ByteLevel" in decoders else kinds.RAW
-    if "ByteFallback" in decoders:
-        kind = kinds.BYTE_FALLBACK
+    kind = next((kind for name, kind in KINDS.items() if name in decoders), None)
+    if kind is None:
+        known, found = " or ".join(KINDS), ", ".join(sorted(decoders)) or "none"
+        raise CheckpointError(
+            f"xgrammar cannot use this model's tokenizer: it needs a decoder {known}, but the tokenizer has {found}"
+        )
     return TokenVocabulary(tokens=tokens, kind=kind.value, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids))

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from grammar_tokenizers import WHITESPACE, Words
+from tokenizers import Tokenizer, decoders, models
 
-from eagleray.errors import InvalidRequest
+from eagleray.errors import CheckpointError, InvalidRequest
 from eagleray.grammars.matcher import mask_words
 from eagleray.grammars.xgrammar_compiler import XGrammarCompiler
 from eagleray.messages.grammars import Grammar
@@ -82,6 +83,13 @@ def test_xgrammar_token_that_the_grammar_forbids_is_a_failure_of_its_matcher_alo
     assert f"the token {a}" in (broken.failure or "")
     broken.fill_mask(np.zeros(mask_words(words.tokenizer.get_vocab_size()), dtype=np.int32))
     assert other.failure is None and words.allows(other, words.encode("b")[0])
+
+
+def test_xgrammar_refuses_a_tokenizer_whose_tokens_it_would_take_for_other_texts():
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(CheckpointError, match="a decoder ByteLevel or ByteFallback, but the tokenizer has WordPiece"):
+        XGrammarCompiler(tokenizer.to_str(), vocab_size=3, eos_token_ids=[0])
 
 
 @pytest.mark.slow
