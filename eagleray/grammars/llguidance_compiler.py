@@ -55,6 +55,9 @@ class LLGuidanceCompiler:
         """Raise `CheckpointError` for a tokenizer that the library cannot use. `tokenizer_json` is a tokenizer.json."""
         self._vocab_size = vocab_size
         added = msgspec.json.decode(tokenizer_json, type=_AddedTokens).added_tokens
+        if any(token.id >= vocab_size for token in added):
+            tokenizer_json = _without_added_from(vocab_size, tokenizer_json)
+            added = [token for token in added if token.id < vocab_size]
         self._ends = _Ends.of(eos_token_ids, added)
         try:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(self._ends.token_ids))
@@ -222,6 +225,20 @@ class _AddedToken(msgspec.Struct):
 
 class _AddedTokens(msgspec.Struct):
     added_tokens: list[_AddedToken]
+
+
+def _without_added_from(vocab_size: int, tokenizer_json: str) -> str:
+    """Return a tokenizer without the added tokens that the model cannot generate, which the library does not take."""
+    tokenizer = msgspec.json.decode(tokenizer_json)
+    vocabulary = tokenizer["model"]["vocab"]
+    kept = []
+    for token in tokenizer["added_tokens"]:
+        if token["id"] < vocab_size:
+            kept.append(token)
+        elif isinstance(vocabulary, dict):
+            vocabulary.pop(token["content"], None)
+    tokenizer["added_tokens"] = kept
+    return msgspec.json.encode(tokenizer).decode()
 
 
 def _special_tokens(added: Sequence[_AddedToken], tokenizer: LLTokenizer) -> SpecialTokens:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from grammar_tokenizers import Words
 
 from eagleray.errors import ConfigError, EagleRayError, InvalidRequest
 from eagleray.grammars import compilers
 from eagleray.grammars.compilers import FallbackCompiler, check_backend
+from eagleray.grammars.llguidance_compiler import LLGuidanceCompiler
 from eagleray.grammars.llguidance_errors import GrammarTooLarge, refusal
+from eagleray.grammars.matcher import mask_words
 from eagleray.messages.grammars import Grammar
 
 GRAMMAR = Grammar(kind="regex", source="a")
@@ -94,3 +98,13 @@ def test_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatc
     check_backend("auto")
     with pytest.raises(ConfigError, match=r"install eagleray\[xgrammar\]"):
         check_backend("xgrammar")
+
+
+def test_llguidance_takes_a_tokenizer_with_added_tokens_beyond_the_vocabulary_of_the_model():
+    words = Words.make(special=["<end>", "<image>"], added=["aaa"])
+    size = words.tokenizer.token_to_id("<image>")
+    compiler = LLGuidanceCompiler(words.tokenizer.to_str(), vocab_size=size, eos_token_ids=[words.eos])
+    mask = np.zeros(mask_words(size), dtype=np.int32)
+    compiler.compile(Grammar(kind="regex", source="a+")).matcher().fill_mask(mask)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert [words.tokenizer.id_to_token(token) for token in allowed] == ["a"]
