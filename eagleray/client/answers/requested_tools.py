@@ -6,7 +6,7 @@ Errors name the field by its path.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eagleray.client.answers.tools import Tool, ToolChoice
@@ -55,6 +55,11 @@ class OfferedTools(NamedTuple):
 
     tools: tuple[Tool, ...] = ()
     shown: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def names(self) -> Mapping[str, Tool]:
+        """The tools by their names."""
+        return {tool.name: tool for tool in self.tools}
 
     def only(self, names: set[str]) -> OfferedTools:
         """Return the tools of these names."""
@@ -148,14 +153,13 @@ def choose_tools(offered: OfferedTools, choice: Any, *, is_parallel: bool | None
 
 def choose_tool(offered: OfferedTools, name: str, path: str, *, is_parallel: bool | None = None) -> RequestedTools:
     """Return the choice of one tool, whose `name` is at the `path`. Raises `InvalidRequest` if it is not offered."""
-    _check_offered(offered, name, path)
+    _check_offered(offered.names, name, path)
     return RequestedTools(offered, ToolChoice("required", name, is_parallel is not False))
 
 
-def _check_offered(offered: OfferedTools, name: str, path: str) -> None:
-    names = [tool.name for tool in offered.tools]
-    if name not in names:
-        there = f"there are {', '.join(names):.500}" if names else "there are none"
+def _check_offered(offered: Collection[str], name: str, path: str) -> None:
+    if name not in offered:
+        there = f"there are {', '.join(offered):.500}" if offered else "there are none"
         raise wrong_entry(path, f"is {name!r:.150}, which is none of the `tools`; {there}")
 
 
@@ -179,9 +183,9 @@ def _allowed(offered: OfferedTools, choice: Mapping[str, Any]) -> tuple[Any, Off
         raise wrong_entry(f"{path}.mode", f"must be auto or required, but it is {mode!r:.60}")
     if not isinstance(allowed, list) or not allowed:
         raise wrong_entry(f"{path}.tools", "must be a list of functions")
-    names = set()
+    offered_names, names = offered.names, set()
     for index, entry in enumerate(allowed):
         name, where = _name_of(entry, f"{path}.tools[{index}]")
-        _check_offered(offered, name, where)
+        _check_offered(offered_names, name, where)
         names.add(name)
     return mode, offered.only(names)
