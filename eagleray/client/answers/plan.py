@@ -114,12 +114,16 @@ class AnswerPlan(NamedTuple):
         if choice.mode == "auto" and content is None:
             tools = self._floor(tools)
             form = calls.constraint(tools, choice)
-            if form is None and (not choice.is_parallel or any(tool.strict for tool in tools)):
-                raise _no_constraint(calls, "`strict` and `parallel_tool_calls` false")
+            if form is None and not choice.is_parallel:
+                raise _no_constraint(calls, "`parallel_tool_calls` false", "parallel_tool_calls")
+            if form is None and any(tool.strict for tool in tools):
+                raise _no_constraint(calls, "a strict tool", "tools")
             return form
         form = calls.constraint(tools, choice._replace(mode="required"))
         if form is None:
-            raise _no_constraint(calls, "a required call, or a call beside a constrained content,")
+            if choice.mode == "required":
+                raise _no_constraint(calls, "a required call", "tool_choice")
+            raise _no_constraint(calls, "a constrained content beside tools", PARAM)
         if choice.mode == "auto" and content is not None:
             return {"type": "or", "elements": [form, calls.content_constraint(_structural_format(content))]}
         return form
@@ -132,10 +136,10 @@ class AnswerPlan(NamedTuple):
         return tuple(tool if tool.strict else msgspec.structs.replace(tool, strict=True, **changes) for tool in tools)
 
 
-def _no_constraint(calls: ToolFormat, feature: str) -> UnsupportedParameter:
+def _no_constraint(calls: ToolFormat, feature: str, param: str) -> UnsupportedParameter:
     return UnsupportedParameter(
         f"the format {calls.name} of tool calls has no constraints, which {feature} would need: leave it out",
-        param="tool_choice",
+        param=param,
     )
 
 

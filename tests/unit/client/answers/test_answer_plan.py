@@ -28,17 +28,18 @@ def plan_of(formats, *, choice=None, is_parallel=None, **function):
 
 
 @pytest.mark.parametrize(
-    ("request_fields", "content"),
+    ("request_fields", "content", "param"),
     [
-        ({"choice": "required"}, None),
-        ({"strict": True}, None),
-        ({"is_parallel": False}, None),
-        ({}, StructuredOutputsParams(regex="a")),
+        ({"choice": "required"}, None, "tool_choice"),
+        ({"strict": True}, None, "tools"),
+        ({"is_parallel": False}, None, "parallel_tool_calls"),
+        ({}, StructuredOutputsParams(regex="a"), "structured_outputs"),
     ],
 )
-def test_plan_with_a_format_without_constraints_refuses_what_needs_them(request_fields, content):
-    with pytest.raises(UnsupportedParameter, match="unconstrained of tool calls has no constraints"):
+def test_plan_with_a_format_without_constraints_refuses_what_needs_them(request_fields, content, param):
+    with pytest.raises(UnsupportedParameter, match="unconstrained of tool calls has no constraints") as refused:
         plan_of(AnswerFormats(Unconstrained()), **request_fields).constrain(content)
+    assert refused.value.param == param
 
 
 def test_plan_with_a_format_without_constraints_leaves_free_calls():
