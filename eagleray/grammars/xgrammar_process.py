@@ -21,7 +21,7 @@ from eagleray.errors import EagleRayError, InvalidRequest
 from eagleray.grammars.timeouts import LOAD_SECONDS
 
 COMPILE_SECONDS = 1.0
-"""Time that one grammar may take."""
+"""Time of the CPU that one grammar may take, so that other work on the host does not have it refused."""
 COMPILE_BYTES = 256 * 2**20
 """Memory that one grammar may take, beside what the process has when it is ready."""
 MAX_COMPILED_BYTES = 64 * 2**20
@@ -72,11 +72,10 @@ class CompileProcess:
                 self._start()
 
     def _start(self) -> None:
+        # `-m` would put the current directory first among the paths.
+        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],  # where the package lies, which need not be installed
+            [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         if self._ask(self._vocabulary, LOAD_SECONDS) is None:
             raise EagleRayError(
@@ -87,6 +86,8 @@ class CompileProcess:
     def compile(self, job: CompileJob) -> str:
         """Return the compiled grammar, serialized. Raises `InvalidRequest` for one that is wrong or too costly."""
         with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self._kill()  # it has ended between two grammars
             if self._process is None:
                 self._start()
             reply = self._ask(msgspec.msgpack.encode(job), COMPILE_SECONDS + REPLY_MARGIN_SECONDS)
@@ -102,7 +103,9 @@ class CompileProcess:
         return result.compiled
 
     def close(self) -> None:
-        """Kill the process, if it runs."""
+        """Kill the process, if it runs, in the middle of a compilation too."""
+        if (process := self._process) is not None:
+            process.kill()
         with self._lock:
             self._kill()
 
@@ -133,25 +136,31 @@ def _write(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _read(pipe: IO[bytes]) -> bytes | None:
-    """Return the next message, or None at the end."""
+    """Return the next message, or None at the end, which may come within a message."""
     header = pipe.read(LENGTH_BYTES)
-    return pipe.read(int.from_bytes(header, "little")) if len(header) == LENGTH_BYTES else None
+    if len(header) < LENGTH_BYTES:
+        return None
+    data = pipe.read(size := int.from_bytes(header, "little"))
+    return data if len(data) == size else None
 
 
 def main() -> None:
     """Serve until the parent is gone."""
     import xgrammar
 
-    vocabulary = msgspec.msgpack.decode(_read(sys.stdin.buffer) or b"", type=TokenVocabulary)
-    compiler = xgrammar.GrammarCompiler(tokenizer_info(vocabulary), max_threads=1, cache_enabled=False)
+    vocabulary = _read(sys.stdin.buffer)
+    if vocabulary is None:
+        return
+    info = tokenizer_info(msgspec.msgpack.decode(vocabulary, type=TokenVocabulary))
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     _write(sys.stdout.buffer, b"")
     resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + COMPILE_BYTES,) * 2)
     while (message := _read(sys.stdin.buffer)) is not None:
         job = msgspec.msgpack.decode(message, type=CompileJob)
         # The signal ends the process, wherever it computes.
-        signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
         reply = _compile(compiler, job)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         _write(sys.stdout.buffer, msgspec.msgpack.encode(reply))
 
 
@@ -187,7 +196,3 @@ def _data_bytes() -> int:
     """Return the memory of this process that counts for `RLIMIT_DATA`."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmData:")[1].split()[0]) * 1024
-
-
-if __name__ == "__main__":
-    main()

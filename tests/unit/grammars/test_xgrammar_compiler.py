@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from eagleray.errors import CheckpointError, InvalidRequest
 from eagleray.grammars.matcher import mask_words
 from eagleray.grammars.xgrammar_compiler import XGrammarCompiler
+from eagleray.grammars.xgrammar_process import _read, _write
 from eagleray.messages.grammars import Grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -90,6 +92,22 @@ def test_xgrammar_refuses_a_tokenizer_whose_tokens_it_would_take_for_other_texts
     tokenizer.decoder = decoders.WordPiece()
     with pytest.raises(CheckpointError, match="a decoder ByteLevel or ByteFallback, but the tokenizer has WordPiece"):
         XGrammarCompiler(tokenizer.to_str(), vocab_size=3, eos_token_ids=[0])
+
+
+@pytest.mark.slow
+def test_xgrammar_process_that_was_killed_refuses_no_grammar(words: Words):
+    process = words.compiler._process._process
+    process.kill()
+    process.wait()
+    assert words.compile(Grammar(kind="regex", source="b+"))
+
+
+def test_xgrammar_message_that_ends_in_the_middle_is_none():
+    whole = io.BytesIO()
+    _write(whole, b"abc")
+    data = whole.getvalue()
+    assert _read(io.BytesIO(data)) == b"abc"
+    assert [_read(io.BytesIO(data[:size])) for size in range(len(data))] == [None] * len(data)
 
 
 @pytest.mark.slow
