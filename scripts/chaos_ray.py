@@ -69,6 +69,11 @@ class RayNode:
     def is_up(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether the node has joined the cluster, some time after its raylet has started."""
+        return "Ray runtime started" in self._log.read_text(errors="replace")
+
     def start(self) -> None:
         with self._log.open("ab") as file:
             self._process = subprocess.Popen(
@@ -109,17 +114,17 @@ class RayCluster:
         """Start all nodes and wait for them. Raises `ChaosFailed`."""
         head, *workers = self._nodes
         head.start()
-        self._wait_for(CONTROL_STORE, 1)
+        self._wait_for([head])
         for node in workers:
             node.start()
-        self._wait_for(RAYLET, len(workers))
         self._operator.start()
+        self._wait_for(workers)
 
-    def _wait_for(self, kind: str, count: int) -> None:
+    def _wait_for(self, nodes: list[RayNode]) -> None:
         deadline = time.monotonic() + START_SECONDS
-        while sum(member.label == kind for member in self.members()) < count:
+        while not all(node.has_joined for node in nodes):
             if time.monotonic() > deadline:
-                raise ChaosFailed(f"Ray has not started {count} x {kind} within {START_SECONDS:g} s")
+                raise ChaosFailed(f"Ray has not started {len(nodes)} of its nodes within {START_SECONDS:g} s")
             time.sleep(POLL_SECONDS)
 
     def members(self) -> list[Target]:
