@@ -46,7 +46,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
     """Whether the model may reason before the constrained text. True in conversations, whose answers are divided."""
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if self.json_object is False:
+            given.remove("json_object")
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
             raise InvalidRequest(f"`{PARAM}` needs exactly one of {', '.join(KINDS)}, but it has {found}", param=PARAM)

@@ -58,7 +58,14 @@ CONSTRAINTS = (
 
 
 def constraint_of(fields: ConstraintFields) -> StructuredOutputsParams | None:
-    """Return the constraint that the fields ask for. Raises `InvalidRequest` if there are several."""
+    """Return the constraint that the fields ask for. Raises `InvalidRequest` if there are several, or white space
+    without the schema that it is for."""
+    if fields.guided_whitespace_pattern is not None and fields.guided_json is None:
+        raise InvalidRequest(
+            "`guided_whitespace_pattern` is for `guided_json`: give both, or use `structured_outputs` with `json` and "
+            "`whitespace_pattern`",
+            param="guided_whitespace_pattern",
+        )
     given = {
         "structured_outputs": fields.structured_outputs,
         "response_format": _of_format(fields.response_format),
