@@ -43,8 +43,15 @@ ALONE = ("$ref", "anyOf", "enum", "const")
 
 
 def check_enforced(schema: Any) -> None:
-    """Raise `InvalidRequest` with the keywords of the schema that would have no effect."""
-    dropped = sorted(set(_dropped(schema)))
+    """Raise `InvalidRequest` with the keywords of the schema that would have no effect, and for a value of a keyword
+    that JSON Schema does not allow."""
+    try:
+        dropped = sorted(set(_dropped(schema)))
+    except (AttributeError, TypeError):  # such as the items of a number
+        raise InvalidRequest(
+            "the JSON schema is wrong: a keyword has a value of a type that JSON Schema does not allow there",
+            param=PARAM,
+        ) from None
     if dropped:
         names = ", ".join(f"`{name}`" for name in dropped)
         raise InvalidRequest(

@@ -55,3 +55,21 @@ def test_check_enforced_names_the_keywords_without_effect(schema: Any, names: li
     listed = ", ".join(f"`{name}`" for name in names)
     with pytest.raises(InvalidRequest, match=re.escape(f"stand: {listed};")):
         check_enforced(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": 5},
+        {"type": "object", "properties": 5},
+        {"type": "object", "properties": {"a": {"type": [["string"]]}}, "additionalProperties": False},
+        {"type": "object", "required": 5},
+        {"type": "object", "required": [{}]},
+        {"type": "string", "format": []},
+        {"anyOf": 5},
+        {"$defs": []},
+    ],
+)
+def test_check_enforced_with_values_of_wrong_types_is_an_error(schema: Any):
+    with pytest.raises(InvalidRequest, match="a type that JSON Schema does not allow"):
+        check_enforced(schema)
