@@ -7,6 +7,7 @@ for itself, so that it is gone in time although its parent is killed meanwhile; 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import signal
 import subprocess
@@ -146,6 +147,12 @@ def _read(pipe: IO[bytes]) -> bytes | None:
 
 def main() -> None:
     """Serve until the parent is gone."""
+    with contextlib.suppress(BrokenPipeError):
+        _serve()
+    os._exit(0)  # the usual exit would write to the broken pipe once more
+
+
+def _serve() -> None:
     import xgrammar
 
     vocabulary = _read(sys.stdin.buffer)
