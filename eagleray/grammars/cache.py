@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import Generic, TypeVar
 
-from eagleray.grammars.matcher import CompiledGrammar
-from eagleray.messages.failure import Failure
 from eagleray.messages.grammars import MAX_PREPARED_BYTES, MAX_PREPARED_GRAMMARS, Grammar
+
+Outcome = TypeVar("Outcome")
 
 MAX_GRAMMARS = 2 * MAX_PREPARED_GRAMMARS
 MAX_SOURCE_BYTES = 2 * MAX_PREPARED_BYTES
@@ -15,25 +16,26 @@ MAX_SOURCE_BYTES = 2 * MAX_PREPARED_BYTES
 Twice that of the scheduler, so that a grammar that it takes for compiled is here."""
 
 
-class GrammarCache:
-    """Has compiled grammars, and reasons why others cannot be compiled."""
+class GrammarCache(Generic[Outcome]):
+    """Has compiled grammars, or reasons why grammars cannot be compiled. Each has a cache of its own, so that refused
+    grammars do not displace those that a scheduler takes for compiled."""
 
     def __init__(self) -> None:
-        self._outcomes: OrderedDict[Grammar, CompiledGrammar | Failure] = OrderedDict()
+        self._outcomes: OrderedDict[Grammar, Outcome] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._outcomes)
 
-    def find(self, grammar: Grammar) -> CompiledGrammar | Failure | None:
+    def find(self, grammar: Grammar) -> Outcome | None:
         """Return the outcome of compiling a grammar, or None if the cache does not have it."""
         with self._lock:
             if grammar in self._outcomes:
                 self._outcomes.move_to_end(grammar)
             return self._outcomes.get(grammar)
 
-    def put(self, grammar: Grammar, outcome: CompiledGrammar | Failure) -> None:
+    def put(self, grammar: Grammar, outcome: Outcome) -> None:
         """Add a grammar, in place of the ones that were used longest ago."""
         with self._lock:
             if grammar not in self._outcomes:

@@ -58,7 +58,8 @@ class WorkerGrammars:
         self._loaded: GrammarCompiler | UserError | None = None
         self._timeout = timeout
         self._clock = clock
-        self._cache = GrammarCache()
+        self._compiled = GrammarCache[CompiledGrammar]()
+        self._refused = GrammarCache[Failure]()
         self._jobs: SimpleQueue[Grammar | None] = SimpleQueue()  # None ends a thread
         self._num_threads = 0
         self._pending: dict[Grammar, threading.Event] = {}
@@ -79,15 +80,15 @@ class WorkerGrammars:
 
     def prepare(self, grammar: Grammar) -> GrammarPrepared:
         """Compile a grammar in a thread. Returns whether that is done; call it again until it is."""
-        outcome = self._cache.find(grammar)
+        outcome = self._find(grammar)
         if outcome is None:
             self._begin_or_check(grammar)
-            outcome = self._cache.find(grammar)
+            outcome = self._find(grammar)
         return GrammarPrepared(is_done=outcome is not None, failure=outcome if isinstance(outcome, Failure) else None)
 
     def get(self, grammar: Grammar) -> CompiledGrammar:
         """Return the compiled grammar. Waits for a thread if the cache does not have it."""
-        while (outcome := self._cache.find(grammar)) is None:
+        while (outcome := self._find(grammar)) is None:
             self._begin_or_check(grammar)
             if (pending := self._pending.get(grammar)) is not None:
                 pending.wait(self._timeout)
@@ -102,6 +103,10 @@ class WorkerGrammars:
             self._jobs.put(None)
         if self._loaded is not None and not isinstance(self._loaded, UserError):
             self._loaded.close()
+
+    def _find(self, grammar: Grammar) -> CompiledGrammar | Failure | None:
+        """Return the outcome of compiling a grammar, if it is known."""
+        return self._compiled.find(grammar) or self._refused.find(grammar)
 
     def _begin_or_check(self, grammar: Grammar) -> None:
         """Begin to compile a grammar, or abandon its compilation if that takes too long."""
@@ -142,7 +147,10 @@ class WorkerGrammars:
             self._finish(grammar, outcome)
 
     def _finish(self, grammar: Grammar, outcome: CompiledGrammar | Failure) -> None:
-        self._cache.put(grammar, outcome)
+        if isinstance(outcome, Failure):
+            self._refused.put(grammar, outcome)
+        else:
+            self._compiled.put(grammar, outcome)
         self._pending.pop(grammar).set()
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar | Failure:

@@ -163,6 +163,17 @@ def test_worker_grammars_load_the_compiler_in_advance_once(monkeypatch: pytest.M
     assert len(num_loads) == 1
 
 
+def test_worker_grammars_that_are_refused_displace_none_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MAX_GRAMMARS", 1)
+    compiler = SlowCompiler()
+    compiler.gate.set()
+    with worker_grammars(compiler) as grammars:
+        for source in ("a", "refused", "panic"):
+            wait_until_done(grammars, regex(source))
+        grammars.get(regex("a"))
+        assert compiler.sources == ["a", "refused", "panic"]
+
+
 @pytest.mark.parametrize("error", [CheckpointError("an unknown tokenizer"), Panic("an unknown tokenizer")])
 def test_worker_grammars_of_a_tokenizer_that_does_not_fit_refuse_every_grammar(error: BaseException) -> None:
     num_loads = []
@@ -183,7 +194,7 @@ def test_grammar_cache_keeps_the_last_used_within_number_and_bytes(monkeypatch: 
     monkeypatch.setattr(cache, "MAX_GRAMMARS", 3)
     monkeypatch.setattr(cache, "MAX_SOURCE_BYTES", 10)
     outcome = Failure.noticed("refused")
-    kept, made, large = GrammarCache(), [regex(str(number)) for number in range(4)], regex("x" * 9)
+    kept, made, large = GrammarCache[Failure](), [regex(str(number)) for number in range(4)], regex("x" * 9)
     for grammar in made[:3]:
         kept.put(grammar, outcome)
     assert kept.find(made[0]) is outcome
