@@ -60,9 +60,9 @@ class SectionSplitter(CallSplitter):
             while begin == self._markers.call_begin and (yield from self._read_call()):
                 self.text.start_record()
                 yield from self.text.read_space()
-                begin = yield from self.text.take(self._markers.call_begin, self._markers.section_end)
+                begin = yield from self.text.take_end(self._markers.call_begin, self._markers.section_end)
             text = self.text.stop_record()
-            if begin != self._markers.section_end:
+            if begin is None or begin == self._markers.call_begin:
                 self.parts.content(text)
 
     def _read_call(self) -> Reading[bool]:

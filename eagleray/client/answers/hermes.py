@@ -46,7 +46,7 @@ class _HermesSplitter(CallSplitter):
                 yield from self.read_broken(self._END)
             else:
                 space = yield from self.text.read_space()
-                if not (yield from self.text.take(END, "}" + END)):  # some models close one bracket too many
+                if not (yield from self.text.take_end(END, "}" + END)):  # some models close one bracket too many
                     self.parts.separator(space)
 
 

@@ -54,7 +54,7 @@ class _Qwen3CoderSplitter(CallSplitter):
             self.begin_call(name)
             if (yield from self._read_parameters(TypedArguments(self.parts, self._types, name))) == FUNCTION_END:
                 space = yield from self.text.read_space()
-                if not (yield from self.text.take(CALL_END)):
+                if not (yield from self.text.take_end(CALL_END)):
                     self.parts.separator(space)
 
     def _read_name(self) -> Reading[str]:

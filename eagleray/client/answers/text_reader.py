@@ -93,6 +93,15 @@ class TextReader:
             self._read_to(self._position + len(found))
         return found
 
+    def take_end(self, *texts: str) -> Reading[str | None]:
+        """Read the longest of the texts that comes next, or the beginning of one if the text was cut off there; None if
+        another text comes. For markers that end a call: a piece of one is neither content nor a part of the call."""
+        found = yield from self.take(*texts)
+        rest = self._text[self._position :]
+        if found is None and rest and any(text.startswith(rest) for text in texts):
+            found = self.rest()
+        return found
+
     def read_space(self) -> Reading[str]:
         """Read white space, which may be none."""
         pieces = []

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_templates import FAMILIES
 
+from eagleray.client.answers.parts import CallBegin
 from eagleray.client.answers.tool_formats import find_tool_format, get_tool_format
 from eagleray.client.answers.tools import Tool, ToolChoice
 from eagleray.errors import ConfigError
@@ -86,6 +87,29 @@ def test_tool_format_any_text_in_pieces_agrees_with_whole(name: str, text: str, 
     assert split(tool_format.splitter(TOOLS), pieces_of(text, cuts)) == whole
     if not answer_of(whole).calls:
         assert answer_of(whole).content == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call>"),
+        (
+            "deepseek_v31",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": "x"}}]'),
+    ],
+)
+def test_tool_format_call_that_is_cut_off_anywhere_leaves_no_marker_in_the_content(name: str, text: str) -> None:
+    begun = 0
+    for cut in range(len(text) + 1):
+        parts = split(get_tool_format(name).splitter([Tool(name="f")]), [text[:cut]])
+        if any(isinstance(part, CallBegin) for part in parts):
+            begun += 1
+            assert answer_of(parts).content == "", text[:cut]
+    assert begun > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
