@@ -118,6 +118,10 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     _check_ids("the token ids of `bad_words`", bad_words, vocab_size, param="bad_words")
     for name in ("allowed_token_ids", "suppressed_token_ids", "logprob_token_ids", "forced_token_ids"):
         _check_ids(f"`{name}`", getattr(sampling, name), vocab_size, param=name)
+    if (thinking := sampling.thinking) is not None:
+        single = thinking.end, thinking.forced_end, thinking.interrupts, thinking.forbidden, thinking.answer_header
+        ids = list(chain(*single, *thinking.starts))
+        _check_ids("the token ids of `thinking`", ids, vocab_size, param="thinking")
     scored = list(chain.from_iterable(sampling.prompt_logprob_token_ids))
     _check_ids("`prompt_logprob_token_ids`", scored, vocab_size, param="prompt_logprob_token_ids")
     for name in ("logprobs", "prompt_logprobs"):

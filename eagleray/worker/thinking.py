@@ -110,7 +110,8 @@ class ThinkingMatcher(Matcher):
     def _fill_thinking(self, mask: TokenMask) -> None:
         thinking = self._thinking
         if thinking.budget is not None and self._count >= thinking.budget:
-            allow_only(mask, [thinking.forced_end[self._count - thinking.budget]])
+            first = self._count - thinking.budget
+            allow_only(mask, thinking.forced_end[first : first + 1])  # none after more tokens than may be replayed
         else:
             mask.fill(-1)
             forbid(mask, thinking.forbidden)

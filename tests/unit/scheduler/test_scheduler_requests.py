@@ -10,6 +10,7 @@ from eagleray.errors import ConfigError, InvalidRequest, PromptTooLong
 from eagleray.identity import EngineId
 from eagleray.messages.outputs import EngineStats, FinishReason
 from eagleray.messages.sampling import Sampling
+from eagleray.messages.thinking import Thinking
 
 
 def generated(prompt, count):
@@ -228,6 +229,8 @@ def test_stats_fields_equal_engine_stats():
         {"logit_bias": {16: 1.0}},
         {"allowed_token_ids": (0, 16)},
         {"suppressed_token_ids": (-1,)},
+        {"thinking": Thinking(end=(10**9,))},
+        {"thinking": Thinking(end=(1,), starts=((1,), (2, -1)))},
         {"logprob_token_ids": (99,)},
         {"bad_words": ((1,), (2, 16))},
         {"logprobs": 17},

@@ -123,6 +123,8 @@ def test_answer_with_a_header_follows_the_thinking(tokens, expected):
         (Thinking(end=(END,), is_open=True, budget=2, forced_end=(END,), interrupts=(CALL,)), [CALL, 5], FREE),
         (Thinking(end=(9, END), is_open=True, budget=2, forced_end=(9, END)), [5, 9], {9}),
         (Thinking(end=(9, END), is_open=True, budget=3, forced_end=(9, END)), [5, 9, END], FREE),
+        # Tokens of another client go on as this thinking cannot.
+        (Thinking(end=(END,), is_open=True, budget=1, forced_end=(END,)), [5, 6], set()),
     ],
 )
 def test_budget_ends_the_thinking(thinking, tokens, expected):
