@@ -10,7 +10,7 @@ import asyncio
 import base64
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.arrays import Array
+from eagleray.messages.grammars import PARAM
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.sampling import SamplingParams
 from eagleray.messages.structured_outputs import StructuredOutputsParams
@@ -189,6 +190,10 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
                 raise InvalidRequest(f"there is no engine of rank {body.rank} here", param="routed_dp_rank")
             task = task._replace(options={**task.options, "rank": body.rank})
         return task
+
+    def _constraint_names(self) -> Mapping[str, str]:
+        given = [name for name in CONSTRAINTS if getattr(self.body.sampling, name) is not None]
+        return {PARAM: f"sampling_params.{given[0]}"} if given else {}
 
     def _sampling_params(self) -> SamplingParams:
         body, fields, service = self.body, self.body.sampling, self.service

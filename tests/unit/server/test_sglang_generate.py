@@ -115,6 +115,16 @@ def test_generate_text_is_constrained_by_fields_of_sglang(sglang, name, kind):
     assert (grammar.kind, grammar.source) == (kind, '{"type": "object"}')
 
 
+def test_generate_names_the_constraint_that_the_engine_refuses(sglang, monkeypatch):
+    def refuse(request):
+        fields = {"error": "odd", "is_user_error": True, "param": "structured_outputs"}
+        yield EngineChunk(request_id=request.request_id, finish_reason=FinishReason.ERROR, **fields)
+
+    monkeypatch.setattr(sglang.engine, "script", refuse)
+    error = generate(sglang, status=400, sampling_params={"ebnf": "x"})["error"]
+    assert (error["param"], error["message"]) == ("sampling_params.ebnf", "odd")
+
+
 def test_generate_null_is_the_default(sglang):
     params = dict.fromkeys(("temperature", "top_p", "top_k", "stop", "stop_token_ids", "n", "max_new_tokens"))
     generate(sglang, sampling_params=params, return_logprob=None, rid=None, stream=None)
