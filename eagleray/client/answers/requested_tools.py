@@ -122,9 +122,10 @@ def _check_name(name: str, path: str) -> None:
 
 
 def _object_schema(schema: Any, path: str) -> dict[str, Any]:
-    """Return the schema of arguments, which are an object even if the schema does not say so."""
+    """Return the schema of arguments, which are an object even if the schema does not say so. A tool without a schema
+    has no arguments."""
     if schema is None:
-        return {"type": "object", "properties": {}}
+        return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise wrong_entry(path, "must be the JSON schema of an object, of the type object")
     return dict(schema) if REFERRING.intersection(schema) else {"type": "object", **schema}

@@ -1,10 +1,10 @@
-"""The tools of a request that offers many."""
+"""The tools of a request, as they are read and chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from eagleray.client.answers.requested_tools import OfferedTools, choose_tools
+from eagleray.client.answers.requested_tools import CHAT_TOOLS, OfferedTools, choose_tools, read_tools
 from eagleray.client.answers.tools import Tool
 
 
@@ -26,3 +26,8 @@ def test_choose_tools_many_allowed_tools_are_checked_in_one_pass() -> None:
     chosen = choose_tools(offered, {"type": "allowed_tools", "mode": "auto", "tools": allowed})
     assert [tool.name for tool in chosen.offered.tools] == [entry["name"] for entry in allowed]
     assert tools.num_iterations < 5
+
+
+def test_read_tools_without_a_schema_have_no_arguments() -> None:
+    (tool,) = read_tools([{"type": "function", "function": {"name": "now"}}], CHAT_TOOLS).tools
+    assert tool.parameters == {"type": "object", "properties": {}, "additionalProperties": False}
