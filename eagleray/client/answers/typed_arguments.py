@@ -13,6 +13,7 @@ from eagleray.client.answers.tools import Tool
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_LENIENT_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _TYPES = {
     type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"
 }  # fmt: skip
@@ -115,7 +116,7 @@ def to_json(text: str, types: frozenset[str]) -> str:
         return "null"
     if "integer" in types and _INTEGER.fullmatch(bare):
         return bare
-    if "number" in types and (number := _number(bare)) is not None:
+    if "number" in types and (number := _number(bare, is_certain="string" not in types)) is not None:
         return number
     if "boolean" in types and bare.lower() in ("true", "false"):
         return bare.lower()
@@ -127,13 +128,14 @@ def to_json(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _number(text: str) -> str | None:
+def _number(text: str, *, is_certain: bool) -> str | None:
+    """Return the JSON of a number; None for other texts. With `is_certain` the text cannot be meant as a string, so
+    further spellings such as `.5` are numbers too."""
     if _NUMBER.fullmatch(text):
         return text
-    try:
-        value = float(text)
-    except ValueError:
+    if not is_certain or not _LENIENT_NUMBER.fullmatch(text):
         return None
+    value = float(text)
     return json.dumps(value) if math.isfinite(value) else None
 
 
