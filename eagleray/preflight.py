@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagleray.client.answers.choose import choose_formats
 from eagleray.client.text.chat_template import read_template
 from eagleray.config.resolve import max_model_len
 from eagleray.config.sections import ModelConfig
@@ -18,6 +17,8 @@ from eagleray.models.rope_config import stated_length
 def checked_model(model: ModelConfig) -> ModelConfig:
     """Check the options whose errors would otherwise end processes after their start, and return the configuration
     pinned, see `prepare_model`. Raises `CheckpointError`, `ConfigError` and `DeadlineExceeded`."""
+    from eagleray.client.answers.choose import choose_formats  # imports tokenizers, which --help does without
+
     choose_formats(model, "")
     if model.chat_template is not None:  # before a download
         read_template(Path(model.chat_template).expanduser())

@@ -109,7 +109,7 @@ class LocalEngine:
 
     def step(self) -> None:
         if self.core.scheduler.has_unprepared_grammars:
-            self._take(self._grammars.advance())
+            self._take(self._grammars.advance(self._take))
         self._take(self.core.step(self._take))
 
     def run(self) -> dict[str, Answer]:

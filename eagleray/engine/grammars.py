@@ -31,44 +31,45 @@ class EngineGrammars:
     def __init__(self, core: EngineCore, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._core = core
         self._clock = clock
-        self._asked: dict[Grammar, _Asked] = {}
+        self.asked: dict[Grammar, _Asked] = {}
+        """Grammars that the workers compile."""
 
     def advance(self, send_early: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
         """Ask the workers for the grammars that requests wait for. Returns the last chunks of those whose grammar
         cannot be compiled. `send_early`: see `EngineCore.step`."""
         scheduler, now = self._core.scheduler, self._clock()
         chunks: list[AddressedChunk] = []
-        for grammar, (begun_at, call) in list(self._asked.items()):
+        for grammar, (begun_at, call) in list(self.asked.items()):
             if not scheduler.is_awaited(grammar):
                 self._forget(grammar)
                 continue
             replies = call.poll()
             failure = next((reply.failure for reply in (replies or {}).values() if reply.failure is not None), None)
             if failure is not None or (replies and all(reply.is_done for reply in replies.values())):
-                del self._asked[grammar]
+                del self.asked[grammar]
                 chunks += scheduler.on_grammar_prepared(grammar, failure, seconds=now - begun_at)
             elif now - begun_at > GRAMMAR_TIMEOUT_SECONDS:
                 self._forget(grammar)
                 chunks += scheduler.on_grammar_prepared(grammar, _late(), seconds=now - begun_at)
             elif replies is not None:
-                self._asked[grammar] = _Asked(begun_at, self._ask(grammar))
-        if len(self._asked) < MAX_ASKED:
+                self.asked[grammar] = _Asked(begun_at, self._ask(grammar))
+        if len(self.asked) < MAX_ASKED:
             self._ask_for_others(send_early, now)
         return chunks
 
     def _ask_for_others(self, send_early: Callable[[list[AddressedChunk]], None], now: float) -> None:
         scheduler = self._core.scheduler
-        grammars = [one for one in scheduler.first_unprepared_grammars(MAX_ASKED) if one not in self._asked]
+        grammars = [one for one in scheduler.first_unprepared_grammars(MAX_ASKED) if one not in self.asked]
         if chunks := scheduler.announce_starts(grammars):
             send_early(chunks)
         for grammar in grammars:
-            self._asked[grammar] = _Asked(now, self._ask(grammar))
+            self.asked[grammar] = _Asked(now, self._ask(grammar))
 
     def _ask(self, grammar: Grammar) -> PendingCall[GrammarPrepared]:
         return self._core.executor.begin(PrepareGrammar(grammar), GrammarPrepared)
 
     def _forget(self, grammar: Grammar) -> None:
-        self._asked.pop(grammar).call.drop()
+        self.asked.pop(grammar).call.drop()
 
 
 def _late() -> Failure:

@@ -131,7 +131,8 @@ class EngineLoop:
         while not self._stopping:
             self._handle_messages()
             self._execute_commands()
-            self._publish(self._grammars.advance(self._send_early))
+            if self._core.scheduler.has_unprepared_grammars or self._grammars.asked:
+                self._publish(self._grammars.advance(self._send_early))
             self._publish(self._stepper.step(self._send_early))
             self._execute_commands()  # the step may have been the last that a command waits for
             self._report()
