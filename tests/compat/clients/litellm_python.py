@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import litellm
 from checking import (
     MODEL,
@@ -95,8 +97,9 @@ def tools():
         "type": "function",
         "function": {"name": "f", "parameters": {"type": "object", "additionalProperties": False}},
     }
-    choice = complete(tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=200).choices[0]
-    expect(choice.finish_reason == "tool_calls", "finish_reason", choice.finish_reason)
+    message = complete(tools=[tool], tool_choice="required", max_tokens=200).choices[0].message
+    call = message.tool_calls[0].function  # further ones may follow, until max_tokens
+    expect((call.name, json.loads(call.arguments)) == ("f", {}), "call", call)
 
 
 if __name__ == "__main__":
