@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "trace_request.py"
-MAX_FILES = 57
+MAX_FILES = 58
 """Files of the API server and the engine together; lower it when a change needs fewer."""
 
 
