@@ -138,3 +138,19 @@ def test_long_chain_of_references_does_not_overflow_the_stack_of_a_worker(gramma
         assert "too large" in str(error)
     finally:
         grammars.close()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar(kind="ebnf", source='start: a\na: a a | "x"\n'),
+        tag({"type": "grammar", "grammar": 'start: a\na: "x" a | "x"\n'}),
+    ],
+)
+def test_grammar_whose_work_grows_with_the_text_fails_before_a_token_takes_long(grammar: Grammar) -> None:
+    matcher = WORDS.compile(grammar).matcher()
+    [x] = WORDS.encode("x")
+    matcher.accept([x] * 200)
+    assert matcher.failure is None
+    matcher.accept([x] * 300)
+    assert matcher.failure is not None and "max is 500" in matcher.failure
