@@ -72,6 +72,8 @@ class EngineRecord:
     """Whether the engine has all tensors that the open update has received."""
     unanswered: dict[int, SetState | AbortWeightUpdate] = field(default_factory=dict)
     """Commands without a reply whose failure may have the engine replaced, by number."""
+    refused: tuple[InstanceState, Failure] | None = None
+    """State that the engine could not adopt, and why, while an operation awaits the replies of other engines too."""
     due: float | None = None
     """Time by which the engine must have adopted the state, before it joins."""
 

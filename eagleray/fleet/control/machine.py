@@ -175,6 +175,7 @@ class Control:
         if (current := self._current) and now >= current.deadline:
             reason = current.reason(current, now)
             self._throw(DeadlineExceeded(f"{current.name}: time limit reached: {reason}"))
+            self._replace_refusing()
         for operation in self._operations:
             for caller in [caller for caller in operation.callers if now >= caller.deadline]:
                 operation.callers.remove(caller)
@@ -206,8 +207,17 @@ class Control:
         is_late = failure.kind == DeadlineExceeded.__name__ and record.has_joined and has_weights
         if isinstance(command, AbortWeightUpdate):
             self._instance.replace(record.engine, f"it could not drop a weight update: {failure}")
-        elif not is_awaited and not is_late and command.state == record.sent:
-            self._instance.replace(record.engine, f"it could not adopt the state of the instance: {failure}")
+        elif not is_late and command.state == record.sent:
+            record.refused = command.state, failure
+            if not is_awaited:
+                self._replace_refusing()
+
+    def _replace_refusing(self) -> None:
+        """Replace the engines that could not adopt the newest state, which no operation restores any more."""
+        for record in list(self._instance.engines.values()):
+            if record.refused is not None and record.refused[0] == record.sent == self.state:
+                reason = f"it could not adopt the state of the instance: {record.refused[1]}"
+                self._instance.replace(record.engine, reason)
 
     def _break_transfer(self, cause: str) -> None:
         """React to the exit of an engine: a collective transfer breaks, with the call that receives tensors by it. An

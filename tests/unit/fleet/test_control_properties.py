@@ -200,6 +200,17 @@ def test_control_random_events_every_call_is_answered_and_engines_agree(machine)
     run_state_machine_as_test(machine, settings=SETTINGS)
 
 
+def test_control_engine_that_fails_before_the_deadline_of_others_is_replaced():
+    fleet = SteeredFleet(2)
+    paused = fleet.call(Pause(mode="abort"), timeout=0.5)
+    engine = fleet.of_rank(0).engine
+    fleet.execute_next(0, Failure(kind="KeyError", message="'a'"))
+    assert engine in fleet.engines
+    fleet.advance(1.0)
+    assert "time limit reached" in str(fleet.answers[paused])
+    assert engine not in fleet.engines and fleet.control.state.pause == "abort"
+
+
 def test_control_commands_of_an_operation_follow_those_of_the_one_before():
     fleet = SteeredFleet(1)
     first, second = fleet.call(Pause(mode="keep")), fleet.call(ResetPrefixCache())
