@@ -136,7 +136,7 @@ def _limits(grammar: Grammar) -> LLParserLimits:
     20 MB."""
     has_rules = grammar.kind == "ebnf" or (grammar.kind == "structural_tag" and '"grammar"' in grammar.source)
     return LLParserLimits(
-        initial_lexer_fuel=200_000,
+        initial_lexer_fuel=100_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
         max_items_in_row=MAX_ITEMS_OF_RULES if has_rules else MAX_ITEMS_OF_SCHEMAS,
