@@ -72,8 +72,8 @@ class EngineRecord:
     """Whether the engine has all tensors that the open update has received."""
     unanswered: dict[int, SetState | AbortWeightUpdate] = field(default_factory=dict)
     """Commands without a reply whose failure may have the engine replaced, by number."""
-    refused: tuple[InstanceState, Failure] | None = None
-    """State that the engine could not adopt, and why, while an operation awaits the replies of other engines too."""
+    refusal: Failure | None = None
+    """Reason why the engine could not adopt the state `sent`, while an operation awaits other engines."""
     due: float | None = None
     """Time by which the engine must have adopted the state, before it joins."""
 
@@ -307,7 +307,7 @@ class SteeredInstance:
 
     def _send_state(self, record: EngineRecord, body: SetState, timeout: float = timeouts.STATE_TIMEOUT_SECONDS) -> int:
         number = next(self._numbers)
-        record.sent = body.state
+        record.sent, record.refusal = body.state, None
         record.unanswered[number] = body
         self.effects.append(SendCommand(record.engine, Command(number=number, body=body, timeout=timeout)))
         return number

@@ -208,15 +208,15 @@ class Control:
         if isinstance(command, AbortWeightUpdate):
             self._instance.replace(record.engine, f"it could not drop a weight update: {failure}")
         elif not is_late and command.state == record.sent:
-            record.refused = command.state, failure
+            record.refusal = failure
             if not is_awaited:
                 self._replace_refusing()
 
     def _replace_refusing(self) -> None:
         """Replace the engines that could not adopt the newest state, which no operation restores any more."""
         for record in list(self._instance.engines.values()):
-            if record.refused is not None and record.refused[0] == record.sent == self.state:
-                reason = f"it could not adopt the state of the instance: {record.refused[1]}"
+            if record.refusal is not None and record.sent == self.state:
+                reason = f"it could not adopt the state of the instance: {record.refusal}"
                 self._instance.replace(record.engine, reason)
 
     def _break_transfer(self, cause: str) -> None:

@@ -211,6 +211,19 @@ def test_control_engine_that_fails_before_the_deadline_of_others_is_replaced():
     assert engine not in fleet.engines and fleet.control.state.pause == "abort"
 
 
+def test_control_engine_that_failed_once_is_not_replaced_for_an_equal_state_later():
+    fleet = SteeredFleet(2)
+    fleet.call(Pause(mode="abort"))
+    fleet.execute_next(0, Failure(kind="KeyError", message="'a'"))
+    fleet.execute_next(1)
+    fleet.settle()  # the pause failed, and the former state was restored
+    engine, again = fleet.of_rank(0).engine, fleet.call(Pause(mode="abort"), timeout=0.5)
+    fleet.execute_next(0)
+    fleet.advance(1.0)
+    assert "time limit reached" in str(fleet.answers[again])
+    assert engine in fleet.engines
+
+
 def test_control_commands_of_an_operation_follow_those_of_the_one_before():
     fleet = SteeredFleet(1)
     first, second = fleet.call(Pause(mode="keep")), fleet.call(ResetPrefixCache())
