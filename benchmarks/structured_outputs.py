@@ -84,7 +84,7 @@ USUAL: dict[str, tuple[dict[str, Any], str]] = {
 """Constraints of usual requests, and a text of each."""
 
 ENDLESS = {"type": "array", "items": RECORD, "minItems": 500}
-"""Its texts are longer than any answer of this benchmark."""
+"""Schema of texts that are longer than any answer of this benchmark."""
 
 
 def hostile(number: int) -> dict[str, dict[str, Any]]:

@@ -197,7 +197,7 @@ def as_params(given: OneParams) -> SamplingParams:
 
 
 def plan_params(given: ParamsLike, plan: AnswerPlan, instance: LocalInstance) -> ParamsLike:
-    """Return the parameters of `generate` with those that answers of this plan need. Raises `InvalidRequest`."""
+    """Add the parameters that the answers of this plan need to those of `generate`. Raises `InvalidRequest`."""
     if not plan.is_divided:
         return given
 

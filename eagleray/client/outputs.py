@@ -69,7 +69,7 @@ class CompletionOutput:
     reasoning: str | None = None
     """Reasoning in the text, of an answer of `LLM.chat`; None without any, and if the model's format is not known."""
     content: str | None = None
-    """Text of an answer of `LLM.chat` without reasoning and calls; None if there is none beside them."""
+    """Text of an answer of `LLM.chat` without its reasoning and calls; None if nothing else was written."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Calls in the text, of an answer of `LLM.chat` with `tools`."""
     lora_request: Any = None

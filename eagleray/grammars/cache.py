@@ -13,12 +13,12 @@ Outcome = TypeVar("Outcome")
 MAX_GRAMMARS = 2 * MAX_PREPARED_GRAMMARS
 MAX_SOURCE_BYTES = 2 * MAX_PREPARED_BYTES
 """Bound of the sources of all grammars together, since a compiled grammar may take 200 bytes for each of its source.
-Twice that of the scheduler, so that a grammar that it takes for compiled is here."""
+Twice the scheduler's bound, so that the cache has every grammar that the scheduler counts as compiled."""
 
 
 class GrammarCache(Generic[Outcome]):
     """Has compiled grammars, or reasons why grammars cannot be compiled. Each has a cache of its own, so that refused
-    grammars do not displace those that a scheduler takes for compiled."""
+    grammars do not displace grammars that the scheduler counts as compiled."""
 
     def __init__(self) -> None:
         self._outcomes: OrderedDict[Grammar, Outcome] = OrderedDict()

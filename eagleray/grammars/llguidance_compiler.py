@@ -120,7 +120,7 @@ class _Ends:
 
     token_ids: frozenset[int]
     are_generated: bool
-    """Whether the model knows them. If not, they stand in for its missing end-of-sequence token."""
+    """Whether the model generates them. If not, they stand in for its missing end-of-sequence token."""
 
     @classmethod
     def of(cls, eos_token_ids: Sequence[int], added: Sequence[_AddedToken]) -> _Ends:
@@ -252,7 +252,7 @@ def _without_added_from(vocab_size: int, tokenizer_json: str) -> str:
 
 
 def _special_tokens(added: Sequence[_AddedToken], tokenizer: LLTokenizer) -> SpecialTokens:
-    """Return the tokens that the library matches by id only: those that are special, and those like <text>."""
+    """Return the tokens that the library matches by id only: special tokens, and tokens of the form <text>."""
     special = [token for token in added if tokenizer.is_special_token(token.id)]
     return SpecialTokens(
         {token.content: token.id for token in special},

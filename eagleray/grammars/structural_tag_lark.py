@@ -29,7 +29,7 @@ from eagleray.grammars.structural_tags import (
 from eagleray.grammars.xml_parameters import XML_STYLES, XmlParameters
 
 End = Sequence[Opening]
-"""What comes after a format: one of these, or nothing."""
+"""Openings of the formats that may follow a format; empty at the end of the text."""
 
 
 def to_lark(form: Format, tokens: SpecialTokens, whitespace: str, param: str) -> str:

@@ -11,7 +11,7 @@ PARAM = "structured_outputs"
 
 MAX_PREPARED_GRAMMARS = 128
 MAX_PREPARED_BYTES = 2 * 2**20
-"""Bounds of the grammars that an engine takes for compiled, and of their sources together."""
+"""Largest number of grammars that a scheduler counts as compiled, and largest size of their sources together."""
 
 GrammarKind = Literal["json_schema", "regex", "choice", "ebnf", "structural_tag"]
 

@@ -126,7 +126,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     one."""
     num_deferred: int = 0
     """Number of the waiting requests that would not be admitted if there were room: suspects that wait for their turn,
-    requests that wait for their grammar, and those that a pause holds back."""
+    requests that wait for their grammar, and requests that a pause holds back."""
     running_adapters: tuple[str, ...] = ()
     """Names of the adapters of requests that are computed."""
     waiting_adapters: tuple[str, ...] = ()

@@ -135,8 +135,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whether to return text; False returns token ids only."""
     skip_special_tokens: bool = True
     kept_special_token_ids: list[int] | None = None
-    """Special tokens that the text has although `skip_special_tokens` leaves the others out: those that divide answers
-    into reasoning, content and tool calls."""
+    """Special tokens that stay in the text although `skip_special_tokens` is true: the markers that divide answers into
+    reasoning, content and tool calls."""
     spaces_between_special_tokens: bool = True
     """Has no effect: the tokenizer's own decoder decides about spaces."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -173,7 +173,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     thinking_token_budget: int | None = None
     """Number of tokens after which the model's thinking is ended, and its answer begins; None and -1: no limit."""
 
-    # Of the following fields only the values that change nothing are accepted.
+    # The following fields are accepted only with values that change nothing.
     extra_args: dict[str, Any] | None = None
     watermarking: bool | None = None
 

@@ -15,7 +15,7 @@ DEFAULT_WHITESPACE = rf"[ \n\t]{{0,{MAX_WHITESPACE}}}"
 """White space between elements of JSON: enough for indented text, too little to wander in until `max_tokens`."""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-
+"""The fields of `StructuredOutputsParams` that constrain a text."""
 
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords of JSON schemas whose value has schemas by name."""
@@ -24,7 +24,7 @@ VALUES = ("const", "enum", "default", "examples")
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the text of a completion may be: exactly one of the first six fields. Raises `InvalidRequest`."""
+    """Constraint of a completion's text: exactly one of the first six fields is given. Raises `InvalidRequest`."""
 
     json: str | dict[str, Any] | bool | None = None
     """JSON schema, as a mapping or as its text."""

@@ -422,7 +422,7 @@ class Scheduler:
         return None
 
     def _queue(self, request: Request) -> None:
-        """Add a new request to those that wait for a row, or for their grammar. The grammar of a suspect is compiled at
+        """Let a new request wait for a row, or for its grammar. The grammar of a suspect is compiled at
         its turn, so that an exit of the engine identifies it."""
         grammar = request.sampling.grammar
         if grammar is None:

@@ -125,7 +125,7 @@ class Backlog:
     @property
     def num_deferred(self) -> int:
         """Number of requests that room alone does not admit: suspects that wait for their turn, requests that wait
-        for their grammar, and those that are held back."""
+        for their grammar, and requests that are held back."""
         return len(self._held_back) + len(self._quarantine) + self._num_unprepared
 
     @property

@@ -1,4 +1,4 @@
-"""The formats of a model's answers: those that the options name, or those that fit its chat template."""
+"""Chooses the formats of a model's answers by the options, or by its chat template."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class MarkerFound(NamedTuple):
 
 
 class MarkerSearch:
-    """Finds the first of several markers, and of those that begin at the same place the longest."""
+    """Finds the first of several markers; if several begin at the same place, the longest one."""
 
     def __init__(self, *markers: str) -> None:
         if not markers or not all(markers):

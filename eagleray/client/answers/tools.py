@@ -23,6 +23,6 @@ class ToolChoice(NamedTuple):
     mode: Literal["none", "auto", "required"]
     """`required`: the answer is at least one call, and nothing else but reasoning."""
     name: str | None = None
-    """With `required`: the only tool that may be called."""
+    """Name of the only tool that may be called, with `required`; None: any of them."""
     is_parallel: bool = True
     """Whether an answer may have several calls."""

@@ -1,4 +1,4 @@
-"""What the worker needs of a model's thinking: made from the format of the reasoning, the prompt and the parameters."""
+"""The description of a completion's thinking, made from the format of the reasoning, the prompt and the parameters."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from eagleray.worker.grammar_rows import GrammarRows
 from eagleray.worker.grammars import WorkerGrammars
 
 TOKENS_TO_FAILURE = "9"
-"""Source of a grammar whose matchers fail after so many tokens."""
+"""Source of a grammar, and the number of tokens after which its matchers fail."""
 
 
 def random_grammar(source: str) -> Grammar:
@@ -31,7 +31,7 @@ class RandomMatcher(Matcher):
     @property
     def failure(self) -> str | None:
         is_over = self.source == TOKENS_TO_FAILURE and len(self.token_ids) >= int(TOKENS_TO_FAILURE)
-        return "the grammar is over" if is_over else None
+        return "the grammar has ended" if is_over else None
 
     @property
     def is_complete(self) -> bool:

@@ -214,7 +214,7 @@ def test_device_sampler_grammar_that_fails_ends_its_row_alone() -> None:
         assert not check_step(pair, torch.arange(40).float().repeat(3, 1), [0, 1, 2]).failures
     logits = torch.arange(40).float().repeat(3, 1)
     (failure,) = check_step(pair, logits, [2, 1, 0]).failures
-    assert (failure.row, failure.message) == (1, "the grammar is over") and failure.is_user_error
+    assert (failure.row, failure.message) == (1, "the grammar has ended") and failure.is_user_error
     logits[1] = torch.nan
     (failure,) = check_step(pair, logits, [2, 1, 0]).failures
     assert "no finite logits" in failure.message and not failure.is_user_error

@@ -1,4 +1,4 @@
-"""What every format of tool calls has to hold: calls that a template writes are found again, however they are cut."""
+"""Properties of every format of tool calls: the calls that a template writes are found again, wherever they are cut."""
 
 from __future__ import annotations
 
