@@ -16,7 +16,7 @@ from eagleray.messages.structured_outputs import DEFAULT_WHITESPACE, MAX_WHITESP
 
 
 def compile_job(grammar: Grammar) -> CompileJob:
-    """Return the grammar in the form of the library. Raises `InvalidRequest` for what it does not enforce."""
+    """Return the grammar in the form of the library. Raises `InvalidRequest` for a schema that it does not enforce."""
     source = grammar.source
     match grammar.kind:
         case "json_schema":

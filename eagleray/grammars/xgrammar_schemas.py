@@ -1,6 +1,6 @@
 """The JSON schemas that xgrammar enforces.
 
-xgrammar drops what it does not know, with a warning in the log or without one, and then lets texts pass that the schema
+xgrammar ignores unknown keywords, with a warning in the log or without one, and then lets texts pass that the schema
 forbids. So only schemas are taken whose every keyword it enforces where it stands.
 """
 

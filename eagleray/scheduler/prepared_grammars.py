@@ -8,8 +8,8 @@ from eagleray.messages.grammars import MAX_PREPARED_BYTES, MAX_PREPARED_GRAMMARS
 
 
 class PreparedGrammars:
-    """Has the ones that were used last. Workers keep more of them, by the same order of use: they use a grammar when it
-    is prepared and when a row is added. So they have these when a row is added."""
+    """The most recently used grammars. Workers keep more of them, in the same order of use, since they use a grammar
+    when it is prepared and when a row is added; so a worker has each of these when a row is added."""
 
     def __init__(self) -> None:
         self._grammars: OrderedDict[Grammar, None] = OrderedDict()

@@ -23,7 +23,7 @@ _KEYS_OF_CALLS = ("name", "type", "id", *_KEYS_OF_ARGUMENTS)
 
 
 class CallEnd(enum.Enum):
-    """How far a call was read."""
+    """Outcome of reading a call."""
 
     COMPLETE = enum.auto()
     BROKEN = enum.auto()

@@ -9,7 +9,7 @@ from eagleray.client.answers.plan import AnswerPlan
 
 
 class DividedAnswer(NamedTuple):
-    """The parts of an answer, those of the same kind joined."""
+    """The parts of an answer. Parts of the same kind are joined."""
 
     reasoning: str | None
     content: str | None

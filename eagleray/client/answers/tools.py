@@ -18,7 +18,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolChoice(NamedTuple):
-    """How the model may use the tools."""
+    """Choice of a request among its tools."""
 
     mode: Literal["none", "auto", "required"]
     """`required`: the answer is at least one call, and nothing else but reasoning."""
