@@ -15,6 +15,7 @@ from eagleray.client.answers.tools import Tool, ToolChoice
 
 START = "<tool_call>"
 END = "</tool_call>"
+LIST_START = "<tool_calls>["
 
 
 class HermesFormat(ToolFormat):
@@ -22,6 +23,11 @@ class HermesFormat(ToolFormat):
 
     name = "hermes"
     markers = (START, END)
+
+    def fits_template(self, template: str) -> bool:
+        """Whether a chat template shows calls in this format. The templates of Apriel-1.5 have the markers in a
+        sentence, but their models write all calls as one list in another tag."""
+        return super().fits_template(template) and LIST_START not in template
 
     def splitter(self, tools: Sequence[Tool]) -> Splitter:
         return _HermesSplitter()

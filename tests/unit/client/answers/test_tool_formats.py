@@ -130,8 +130,14 @@ def test_find_tool_format_template_of_family_has_most_specific(family: str) -> N
     assert found.name == FAMILIES[family].tool_format
 
 
-def test_find_tool_format_template_without_calls_has_none() -> None:
+APRIEL = """Return all function calls as a list of json objects within <tool_call></tool_call> XML tags:
+<tool_calls>[{"name": <function-name-1>, "arguments": <args-dict-1>},...]</tool_calls>"""
+"""Calls in the template of Apriel-1.5, whose format is not known here."""
+
+
+def test_find_tool_format_template_without_known_calls_has_none() -> None:
     assert find_tool_format("{{ messages[0].content }}") is None
+    assert find_tool_format(APRIEL) is None
 
 
 @pytest.mark.parametrize(("name", "expected"), [("qwen3_xml", "qwen3_coder"), ("hermes", "hermes")])
