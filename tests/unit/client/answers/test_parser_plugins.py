@@ -38,6 +38,8 @@ def test_plugin_format_of_user_is_found_and_splits(tmp_path: Path) -> None:
     assert found is not None
     template = "Call with @call NAME ARGUMENTS@end."
     assert choose_formats(ModelConfig(tool_parser_plugin=path), template).tools is found
+    with_markers_of_hermes = template + "<tool_call></tool_call>"
+    assert choose_formats(ModelConfig(tool_parser_plugin=path), with_markers_of_hermes).tools is found
     assert answer_of(split_whole(found, 'Hi @call f {"a": 1}@end @call g {}@end')) == (
         "Hi",
         [("f", '{"a": 1}'), ("g", "{}")],
