@@ -48,6 +48,16 @@ def test_plugin_format_of_user_is_found_and_splits(tmp_path: Path) -> None:
     assert found.constraint([Tool(name="f")], ToolChoice("required")) is not None
 
 
+def test_plugin_format_without_constraints_is_refused_with_a_strict_level(tmp_path: Path) -> None:
+    free = PLUGIN.replace("def constraint(", "def unused(").replace('"at"', '"free"')
+    for text, name in ((PLUGIN, "at"), (free, "free")):
+        path = write(tmp_path, text, f"{name}.py")
+        assert choose_formats(ModelConfig(tool_parser_plugin=path, tool_call_parser=name), "").tools is not None
+    assert choose_formats(ModelConfig(tool_call_parser="at", tool_strict_level="function"), "").tools is not None
+    with pytest.raises(ConfigError, match=r"`tool_strict_level`: function .* the format free .* has no constraints"):
+        choose_formats(ModelConfig(tool_call_parser="free", tool_strict_level="function"), "")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
