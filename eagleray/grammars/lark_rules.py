@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, grammar_from
 
@@ -32,6 +32,14 @@ names it, so a long chain of rules needs a large stack."""
 
 MAX_WRITTEN = 2**21
 """Bound of the characters of rules, equal ones included: where alternatives follow alternatives, there are many."""
+
+
+class Definition(NamedTuple):
+    """A grammar in the form of the library."""
+
+    text: str
+    has_rules: bool = False
+    """Whether the user wrote rules of it, which may be ambiguous."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +101,11 @@ class LarkRules:
         self._grammars.append({"name": name, "lark_grammar": grammar_from("grammar", grammar)})
         return self.rule(f"@{name}")
 
-    def to_grammar(self, start: str) -> str:
+    def to_grammar(self, start: str) -> Definition:
         """Return the grammar whose texts are those of the expression `start`."""
         rules = [f"{name}{options}: {expression}" for (options, expression), name in self._names.items()]
-        return json.dumps({"grammars": [{"lark_grammar": "\n".join([f"start: {start}", *rules])}, *self._grammars]})
+        first = {"lark_grammar": "\n".join([f"start: {start}", *rules])}
+        return Definition(json.dumps({"grammars": [first, *self._grammars]}), has_rules=bool(self._grammars))
 
     def _name(self, prefix: str, options: str, expression: str) -> str:
         self._num_written += len(expression)

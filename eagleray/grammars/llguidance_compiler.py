@@ -17,7 +17,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from eagleray.errors import CheckpointError, InvalidRequest
-from eagleray.grammars.lark_rules import SpecialTokens, check_num_rules
+from eagleray.grammars.lark_rules import Definition, SpecialTokens, check_num_rules
 from eagleray.grammars.llguidance_errors import GrammarTooLarge, refusal
 from eagleray.grammars.llguidance_schemas import prepare_schema
 from eagleray.grammars.matcher import TokenMask, allow_only, forbid, mask_words
@@ -87,7 +87,9 @@ class LLGuidanceCompiler:
 
     def _compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         try:
-            matcher = LLMatcher(self._tokenizer, self._definition(grammar), log_level=QUIET, limits=_limits(grammar))
+            text, has_rules = self._definition(grammar)
+            limits = _limits(MAX_ITEMS_OF_RULES if has_rules else MAX_ITEMS_OF_SCHEMAS)
+            matcher = LLMatcher(self._tokenizer, text, log_level=QUIET, limits=limits)
         except InvalidRequest:
             raise
         except ValueError as error:
@@ -97,18 +99,20 @@ class LLGuidanceCompiler:
         compiled.check_first_tokens(self._vocab_size)
         return compiled
 
-    def _definition(self, grammar: Grammar) -> str:
+    def _definition(self, grammar: Grammar) -> Definition:
         """Return the grammar in the form of the library. Raises ValueError."""
         match grammar.kind:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(prepare_schema(grammar.source, grammar.whitespace))
+                schema = prepare_schema(grammar.source, grammar.whitespace)
+                return Definition(LLMatcher.grammar_from_json_schema(schema))
             case "choice":
                 texts = " | ".join(map(json.dumps, json.loads(grammar.source)))
-                return LLMatcher.grammar_from_lark(f"start: T\nT: {texts}")  # one terminal is parsed much faster
+                one_terminal = f"start: T\nT: {texts}"  # is parsed much faster
+                return Definition(LLMatcher.grammar_from_lark(one_terminal))
             case "regex":
-                return grammar_from("regex", grammar.source)
+                return Definition(grammar_from("regex", grammar.source))
             case "ebnf":
-                return grammar_from("grammar", grammar.source)
+                return Definition(grammar_from("grammar", grammar.source), has_rules=True)
             case "structural_tag":
                 form = parse_structural_tag(grammar.source, PARAM)
                 return to_lark(form, self._special_tokens, grammar.whitespace, PARAM)
@@ -131,16 +135,14 @@ class _Ends:
         raise CheckpointError("structured outputs need a tokenizer that has an end-of-sequence or a special token")
 
 
-def _limits(grammar: Grammar) -> LLParserLimits:
-    """Return the limits of the parser. With these, the costliest grammars of the tests are refused within 0.1 s and
-    20 MB."""
-    # A schema that has this word in a structural tag gets the lower limit too, which only huge objects reach.
-    has_rules = grammar.kind == "ebnf" or (grammar.kind == "structural_tag" and '"grammar"' in grammar.source)
+def _limits(max_items: int) -> LLParserLimits:
+    """Return the limits of the parser, with this number of items after a token. With these, the costliest grammars of
+    the tests are refused within 0.1 s and 20 MB."""
     return LLParserLimits(
         initial_lexer_fuel=100_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
-        max_items_in_row=MAX_ITEMS_OF_RULES if has_rules else MAX_ITEMS_OF_SCHEMAS,
+        max_items_in_row=max_items,
         max_lexer_states=50_000,
         max_grammar_size=500_000,
         verbose_errors=False,

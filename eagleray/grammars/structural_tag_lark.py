@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from eagleray.errors import InvalidRequest
 from eagleray.grammars.free_text import FreeText, Opening
-from eagleray.grammars.lark_rules import EMPTY, LarkRules, SpecialTokens, literal, one_of, sequence
+from eagleray.grammars.lark_rules import EMPTY, Definition, LarkRules, SpecialTokens, literal, one_of, sequence
 from eagleray.grammars.llguidance_errors import GrammarTooLarge
 from eagleray.grammars.structural_tags import (
     AnyTextFormat,
@@ -32,7 +32,7 @@ End = Sequence[Opening]
 """Openings of the formats that may follow a format; empty at the end of the text."""
 
 
-def to_lark(form: Format, tokens: SpecialTokens, whitespace: str, param: str) -> str:
+def to_lark(form: Format, tokens: SpecialTokens, whitespace: str, param: str) -> Definition:
     """Return a grammar of llguidance. `whitespace`: see `Grammar`. Raises `InvalidRequest` about the field `param`."""
     rules = LarkRules()
     try:

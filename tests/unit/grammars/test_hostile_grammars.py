@@ -140,6 +140,14 @@ def test_long_chain_of_references_does_not_overflow_the_stack_of_a_worker(gramma
         grammars.close()
 
 
+def test_schema_with_a_property_grammar_in_a_structural_tag_may_have_many_optional_properties() -> None:
+    names = ["grammar", *(f"p{number}" for number in range(200))]
+    large = {"type": "object", "properties": {name: {"type": "null"} for name in names}}
+    matcher = WORDS.compile(tag({"type": "json_schema", "json_schema": large})).matcher()
+    matcher.accept(WORDS.encode('{"grammar": null, "p1": null, "'))
+    assert matcher.failure is None
+
+
 @pytest.mark.parametrize(
     "grammar",
     [
