@@ -10,6 +10,7 @@ import msgspec
 from eagleray.errors import InvalidRequest
 from eagleray.grammars.structural_tags import parse_structural_tag
 from eagleray.grammars.xgrammar_process import CompileJob
+from eagleray.grammars.xgrammar_regexes import check_regex, regexes_of_lark
 from eagleray.grammars.xgrammar_schemas import PARAM, check_enforced
 from eagleray.messages.grammars import Grammar
 from eagleray.messages.structured_outputs import DEFAULT_WHITESPACE, MAX_WHITESPACE
@@ -29,9 +30,11 @@ def compile_job(grammar: Grammar) -> CompileJob:
             tag = {"type": "structural_tag", "format": {"type": "or", "elements": texts}}
             return CompileJob(method="compile_structural_tag", arguments=[json.dumps(tag)])
         case "regex":
+            check_regex(source)
             return CompileJob(method="compile_regex", arguments=[source])
         case "ebnf":
-            return CompileJob(method="compile_grammar" if "::=" in source else "compile_lark", arguments=[source])
+            _check_rules(source)
+            return CompileJob(method="compile_grammar" if _is_gbnf(source) else "compile_lark", arguments=[source])
         case "structural_tag":
             return CompileJob(method="compile_structural_tag", arguments=[_structural_tag(source)])
 
@@ -51,20 +54,36 @@ def _json_options(whitespace: str) -> dict[str, Any]:
 def _structural_tag(source: str) -> str:
     """Return a structural tag in the newer form. Raises `InvalidRequest`."""
     form = msgspec.to_builtins(parse_structural_tag(source, PARAM))
-    _check_schemas(form)
+    _check_parts(form)
     return json.dumps({"type": "structural_tag", "format": form})
 
 
-def _check_schemas(form: Any) -> None:
-    """Raise `InvalidRequest` for a schema in a structural tag that is not enforced."""
+def _check_parts(form: Any) -> None:
+    """Raise `InvalidRequest` for a schema, an expression or a grammar in a structural tag that is not enforced."""
     if isinstance(form, list):
         for part in form:
-            _check_schemas(part)
+            _check_parts(part)
     elif isinstance(form, dict):
-        if form.get("type") == "json_schema":
-            check_enforced(form["json_schema"])
-        else:
-            _check_schemas([*form.values()])
+        match form.get("type"):
+            case "json_schema":
+                check_enforced(form["json_schema"])
+            case "regex":
+                check_regex(form["pattern"])
+            case "grammar":
+                _check_rules(form["grammar"])
+            case _:
+                _check_parts([*form.values()])
+
+
+def _check_rules(grammar: str) -> None:
+    """Raise `InvalidRequest` for a grammar that has a regular expression which is not followed."""
+    if not _is_gbnf(grammar):
+        for expression in regexes_of_lark(grammar):
+            check_regex(expression)
+
+
+def _is_gbnf(grammar: str) -> bool:
+    return "::=" in grammar
 
 
 def _parse_schema(source: str) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from eagleray.errors import InvalidRequest
+from eagleray.grammars.xgrammar_regexes import ignored_part
 
 PARAM = "structured_outputs"
 
@@ -36,8 +37,8 @@ FORMATS = frozenset(
 )  # fmt: skip
 """Formats that it enforces. It has months of 31 days, leap seconds in every minute, leading zeros in `ipv4` and names
 of any length in `hostname`."""
-NOT_ENFORCED_IN_PATTERNS = re.compile(r"\\[sS]|(?<!^)(?<![\\\[])\^|(?<!\\)\$(?!$)")
-"""White space of other scripts, and anchors inside an expression."""
+OTHER_SPACE = re.compile(r"\\[sS]")
+"""White space, of which the library knows that of ASCII alone."""
 ALONE = ("$ref", "anyOf", "enum", "const")
 """Keywords beside which others are not enforced."""
 
@@ -86,7 +87,8 @@ def _dropped_together(schema: dict[str, Any]) -> Iterator[str]:
     """Yield keywords that are enforced alone, but not with their neighbours."""
     if "format" in schema and ("pattern" in schema or schema["format"] not in FORMATS):
         yield "format"
-    if NOT_ENFORCED_IN_PATTERNS.search(str(schema.get("pattern", ""))):
+    pattern = str(schema.get("pattern", ""))
+    if OTHER_SPACE.search(pattern) or ignored_part(pattern):
         yield "pattern"
     if schema.get("properties") and schema.get("additionalProperties") is not False:
         yield "additionalProperties other than false"  # an escape lets a free property have the name of another one

@@ -19,6 +19,7 @@ from eagleray.messages.grammars import Grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
+REGEX_TAG = {"format": {"type": "sequence", "elements": [{"type": "regex", "pattern": r"a\Z"}]}}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,11 @@ def test_xgrammar_matches_the_texts_of_a_grammar(
         (Grammar(kind="json_schema", source='{"not": {}}', whitespace=WHITESPACE), "`not`"),
         (Grammar(kind="json_schema", source="{", whitespace=WHITESPACE), "not valid JSON"),
         (Grammar(kind="json_schema", source="{}", whitespace=" +"), "`whitespace_pattern`"),
-        (Grammar(kind="regex", source="(?=a)b"), "xgrammar refuses the grammar: .*Lookahead"),
+        (Grammar(kind="regex", source="(?=a)b"), r"xgrammar does not follow \(\?= where it stands"),
+        (Grammar(kind="regex", source="a$b"), r"xgrammar does not follow \$"),
+        (Grammar(kind="regex", source=r"(a)\1"), "xgrammar refuses the grammar: .*Backreference"),
+        (Grammar(kind="ebnf", source='start: "/a$b/" X // /a$b/\nX: /[a]\\/c^/'), r"xgrammar does not follow \^"),
+        (Grammar(kind="structural_tag", source=json.dumps(REGEX_TAG)), r"xgrammar does not follow \\Z"),
         (Grammar(kind="ebnf", source='root ::= "a" b'), 'Rule "b" is not defined'),
         (Grammar(kind="structural_tag", source=json.dumps(TAG).replace("integer", "frac")), "refuses the grammar"),
     ],
