@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from eagleray.client.answers.divide import divide_answer
 from eagleray.client.answers.plan import AnswerPlan
 from eagleray.client.outputs import RequestOutput
 from eagleray.client.request import RequestStream
@@ -200,15 +201,24 @@ def plan_params(given: ParamsLike, plan: AnswerPlan, instance: LocalInstance) ->
     """Add the parameters that the answers of this plan need to those of `generate`. Raises `InvalidRequest`."""
     if not plan.is_divided:
         return given
-
-    def planned(one: OneParams) -> SamplingParams:
-        params = as_params(one)
-        fields = plan.sampling_fields(params.structured_outputs, instance.tokenizer)
-        return msgspec.structs.replace(params, **fields)
-
     if given is None:
-        return planned(instance.default_sampling_params())
-    return planned(given) if isinstance(given, SamplingParams | Mapping) else [*map(planned, given)]
+        given = instance.default_sampling_params()
+    if isinstance(given, SamplingParams | Mapping):
+        return plan_one(as_params(given), plan, instance)
+    return [plan_one(as_params(one), plan, instance) for one in given]
+
+
+def plan_one(params: SamplingParams, plan: AnswerPlan, instance: LocalInstance) -> SamplingParams:
+    """Return the parameters of an answer of this plan. Raises `InvalidRequest`."""
+    if not plan.is_divided:
+        return params
+    return msgspec.structs.replace(params, **plan.sampling_fields(params.structured_outputs, instance.tokenizer))
+
+
+def divide_output(plan: AnswerPlan, output: RequestOutput) -> None:
+    """Set the parts of the answers to a conversation, whose prompt is a text."""
+    for answer in output.outputs:
+        answer.reasoning, answer.content, answer.tool_calls = divide_answer(plan, output.prompt or "", answer.text)
 
 
 def abort_all(sent: Iterable[Sent | RequestError]) -> None:

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
-from eagleray.client.answers.divide import divide_answer
 from eagleray.client.answers.requested_tools import CHAT_TOOLS, choose_tools, read_tools
 from eagleray.client.outputs import RequestOutput
 from eagleray.client.pooling import (
@@ -31,6 +30,7 @@ from eagleray.generation_calls import (
     PromptsLike,
     Sent,
     all_prompts,
+    divide_output,
     plan_params,
 )
 from eagleray.instance import InstanceThread
@@ -182,9 +182,7 @@ class LLM:
         params = plan_params(sampling_params, plan, self._instance)
         outputs = self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
         for output in outputs:
-            for answer in output.outputs:
-                parts = divide_answer(plan, output.prompt or "", answer.text)
-                answer.reasoning, answer.content, answer.tool_calls = parts
+            divide_output(plan, output)
         return outputs
 
     def enqueue(

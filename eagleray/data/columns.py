@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from eagleray.errors import InvalidRequest
 from eagleray.generation_calls import as_params
+from eagleray.messages.grammars import PARAM
 from eagleray.messages.sampling import SamplingParams
 
 Row = Mapping[str, Any]
@@ -71,11 +73,26 @@ def params_of(row: Row, defaults: Mapping[str, Any], *, column: str | None, seed
                 param=column,
             )
         given |= _without_nulls(own)
+        _check_schema_is_text(given.get(PARAM), column)
     if seed is not None and row[seed] is not None:
         given["seed"] = row[seed]
     if isinstance(biases := given.get("logit_bias"), Mapping):  # names of Arrow's fields are texts
         given["logit_bias"] = {_token_id(token): bias for token, bias in biases.items()}
     return one_completion(as_params(given))
+
+
+def tools_of(row: Row, column: str) -> list[Any] | None:
+    """Return the tools of a row, which are the text of a JSON list; None for a null. Raises `InvalidRequest`."""
+    value = row[column]
+    if value is None:
+        return None
+    try:
+        tools = msgspec.json.decode(text_of(row, column))
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the tools in column {column!r} are not valid JSON: {error}", param=column) from None
+    if not isinstance(tools, list):
+        raise InvalidRequest(f"column {column!r} must have JSON lists of tools, but it has {tools!r:.60}", param=column)
+    return tools
 
 
 def one_completion(params: SamplingParams) -> SamplingParams:
@@ -96,6 +113,17 @@ def adapter_of(row: Row, column: str | None, known: Collection[str]) -> str | No
             f"column {column!r} names adapter {name!r}, but the option `lora_modules` names {names}", param=column
         )
     return name
+
+
+def _check_schema_is_text(constraint: Any, column: str) -> None:
+    """Refuse a JSON schema that is a mapping: Arrow gives it the properties of other rows' schemas, in their order, and
+    nulls that cannot be told from those of the schema."""
+    if isinstance(constraint, Mapping) and isinstance(constraint.get("json"), Mapping):
+        raise InvalidRequest(
+            f"column {column!r} has a JSON schema as a dictionary, which Arrow changes: convert it to a text by "
+            "`json.dumps` before the stage",
+            param=column,
+        )
 
 
 def _without_nulls(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ ERROR = "error"
 
 TOKEN_IDS = pa.list_(pa.int64())
 LOGPROB = pa.struct({"token_id": pa.int64(), "logprob": pa.float32(), "rank": pa.int64(), "decoded_token": pa.string()})
+TOOL_CALL = pa.struct({"id": pa.string(), "name": pa.string(), "arguments": pa.string()})
 ERROR_TYPE = pa.struct({"code": pa.string(), "message": pa.string()})
 
 
@@ -40,9 +42,15 @@ GENERATION: dict[str, OutputColumn] = {
     "prompt_token_ids": OutputColumn(TOKEN_IDS, lambda output: output.prompt_token_ids),
     "cumulative_logprob": OutputColumn(pa.float64(), lambda output: output.outputs[0].cumulative_logprob),
     "logprobs": OutputColumn(pa.list_(pa.list_(LOGPROB)), lambda output: _logprobs(output)),
+    "content": OutputColumn(pa.string(), lambda output: output.outputs[0].content),
+    "reasoning": OutputColumn(pa.string(), lambda output: output.outputs[0].reasoning),
+    "tool_calls": OutputColumn(pa.list_(TOOL_CALL), lambda output: list(map(asdict, output.outputs[0].tool_calls))),
     ROUTED_EXPERTS: OutputColumn(None, lambda output: output.outputs[0].routed_experts),
 }
 """Columns that `generate` can add."""
+
+ANSWER_PARTS = ("content", "reasoning", "tool_calls")
+"""Columns that `generate` can add to conversations alone."""
 
 POOLING: dict[str, Any] = {"embedding": pa.list_(pa.float32()), "probs": pa.list_(pa.float32()), "score": pa.float32()}
 """Arrow types of the columns that `embed`, `classify` and `score` add."""

@@ -10,13 +10,15 @@ import msgspec
 import pyarrow as pa
 from ray.data import ActorPoolStrategy, Dataset
 
+from eagleray.client.answers.requested_tools import CHAT_TOOLS, read_tools
 from eagleray.client.pooling import PoolingParams, PoolingTask
 from eagleray.config.resolve import executor_name
 from eagleray.config.sections import Config
 from eagleray.data import reservation
 from eagleray.data.columns import one_completion
+from eagleray.data.conversations import Conversations
 from eagleray.data.options import StageKeywords, split_options
-from eagleray.data.outputs import GENERATION, ROUTED_EXPERTS
+from eagleray.data.outputs import ANSWER_PARTS, GENERATION, ROUTED_EXPERTS
 from eagleray.data.stage_actor import StageActor
 from eagleray.data.stages import GenerationStage, PoolingStage, ScoreStage, Stage, check_columns
 from eagleray.engine_args import EngineArgs
@@ -37,6 +39,10 @@ def generate(
     prompt_column: str = "prompt",
     messages_column: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools_column: str | None = None,
+    tool_choice: str | Mapping[str, Any] | None = None,
+    parallel_tool_calls: bool = True,
     sampling_params: OneParams | None = None,
     sampling_params_column: str | None = None,
     seed_column: str | None = None,
@@ -48,26 +54,47 @@ def generate(
     Data are.
 
     `prompt_column`: texts or lists of token ids. `messages_column`: conversations instead, which the model's chat
-    template renders with `chat_template_kwargs`. `sampling_params`: those of all rows; by default the model's own.
-    `sampling_params_column` (dictionaries), `seed_column` and `lora_column` (names of adapters, see the option
-    `lora_modules`) change them for a row, where they are not null.
+    template renders with `chat_template_kwargs`. Their answers may call `tools`, as those of `LLM.chat`, or the tools
+    in `tools_column` (texts of JSON), where it is not null.
+
+    `sampling_params`: those of all rows; by default the model's own. `sampling_params_column` (dictionaries),
+    `seed_column` and `lora_column` (names of adapters, see the option `lora_modules`) change them for a row, where they
+    are not null.
 
     `outputs`: names among generated_text, generated_token_ids, finish_reason, num_prompt_tokens, num_generated_tokens,
-    prompt_token_ids, cumulative_logprob, logprobs and routed_experts. `options`: those of `StageKeywords`.
+    prompt_token_ids, cumulative_logprob, logprobs and routed_experts, and of conversations content, reasoning and
+    tool_calls, the parts of the text. `options`: those of `StageKeywords`.
 
     Raises `ConfigError` and `InvalidRequest` for wrong arguments, and `ClusterError` if the cluster can never hold the
     actors. A model that is missing or damaged ends the pipeline when it runs.
     """
     _check_outputs(outputs)
-    if chat_template_kwargs is not None and messages_column is None:
-        raise ConfigError("`chat_template_kwargs` are for conversations: name their column in `messages_column`")
+    conversations = None
+    if messages_column is None:
+        given = {
+            "chat_template_kwargs": chat_template_kwargs,
+            "tools": tools,
+            "tools_column": tools_column,
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": None if parallel_tool_calls else False,
+        }
+        _check_needs_no_messages(given, outputs)
+    else:
+        conversations = Conversations(
+            column=messages_column,
+            chat_template_kwargs=chat_template_kwargs,
+            offered=read_tools(tools, CHAT_TOOLS),
+            tools_column=tools_column,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+        )
+        conversations.check()
     if ROUTED_EXPERTS in outputs:
         options["enable_return_routed_experts"] = True
     params = None if sampling_params is None else one_completion(as_params(sampling_params))
     stage = GenerationStage(
         prompt_column=prompt_column,
-        messages_column=messages_column,
-        chat_template_kwargs=chat_template_kwargs,
+        conversations=conversations,
         sampling_params=params,
         sampling_params_column=sampling_params_column,
         seed_column=seed_column,
@@ -178,6 +205,13 @@ def _with_executor(config: Config) -> Config:
     an actor, if it is in one, holds the actor alone."""
     execution = msgspec.structs.replace(config.execution, executor=executor_name(config, in_placement_group=False))
     return msgspec.structs.replace(config, execution=execution)
+
+
+def _check_needs_no_messages(given: Mapping[str, Any], outputs: Sequence[str]) -> None:
+    names = [name for name, value in given.items() if value is not None]
+    names += [name for name in outputs if name in ANSWER_PARTS]
+    if names:
+        raise ConfigError(f"`{names[0]}` is for conversations: name their column in `messages_column`")
 
 
 def _check_outputs(outputs: Sequence[str]) -> None:

@@ -5,22 +5,25 @@ A stage is made in the driver and sent to the stage's actors, where `open` conne
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from eagleray.client.answers.plan import AnswerPlan
 from eagleray.client.pooling import PoolingParams, PoolingTask, check_pooling, check_scorer
 from eagleray.config.lora_modules import lora_modules
 from eagleray.config.pooling_spec import GENERATES_ONLY, POOLS_ONLY
-from eagleray.data.columns import Row, adapter_of, messages_of, params_of, prompt_of, text_of
+from eagleray.data.columns import Row, adapter_of, messages_of, params_of, prompt_of, text_of, tools_of
+from eagleray.data.conversations import ConversationPrompt, Conversations
 from eagleray.data.outputs import GENERATION, ROUTED_EXPERTS
 from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.generation_calls import divide_output, plan_one
 from eagleray.instance import LocalInstance
 from eagleray.lora import LoRARequest, LoraRequests
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.sampling import SamplingParams
 from eagleray.pooling_calls import PoolingCalls
-from eagleray.prompts import PromptLike, chat_prompts
+from eagleray.prompts import PromptLike
 
 ComputeRow = Callable[[Row], Awaitable[dict[str, Any]]]
 """Returns the values of a row's new columns. Raises one of `ROW_ERRORS` for a row that is wrong or fails."""
@@ -47,8 +50,8 @@ class GenerationStage:
     """Completes prompts or answers conversations."""
 
     prompt_column: str
-    messages_column: str | None
-    chat_template_kwargs: Mapping[str, Any] | None
+    conversations: Conversations | None
+    """Conversations in place of the prompts in `prompt_column`."""
     sampling_params: SamplingParams | None
     """None: the model's own."""
     sampling_params_column: str | None
@@ -58,9 +61,9 @@ class GenerationStage:
 
     @property
     def inputs(self) -> dict[str, str]:
+        prompts = {"prompt_column": self.prompt_column} if self.conversations is None else self.conversations.inputs
         columns = {
-            "prompt_column": self.prompt_column if self.messages_column is None else None,
-            "messages_column": self.messages_column,
+            **prompts,
             "sampling_params_column": self.sampling_params_column,
             "seed_column": self.seed_column,
             "lora_column": self.lora_column,
@@ -70,6 +73,8 @@ class GenerationStage:
     def open(self, instance: LocalInstance) -> ComputeRow:
         if _engine_info(instance).pooling is not None:
             raise InvalidRequest(POOLS_ONLY, param="model")
+        if self.conversations is not None:
+            self.conversations.check(instance)
         loras = LoraRequests(instance.client, instance.control)
         own = self._with_outputs(self.sampling_params or instance.default_sampling_params())
         defaults = {name: getattr(own, name) for name in own.__struct_fields__}
@@ -83,21 +88,22 @@ class GenerationStage:
                 params = self._with_outputs(changed)
             name = adapter_of(row, self.lora_column, adapters)
             adapter = None if name is None else await loras.find(adapters[name])
-            stream = instance.generate(self._prompt(row, instance), params, adapter=adapter)
+            prompt, plan = self._prompt(row, instance)
+            stream = instance.generate(prompt, plan_one(params, plan, instance), adapter=adapter)
             try:
                 output = await stream.result()
             finally:
                 stream.abort()
+            divide_output(plan, output)
             return {name: GENERATION[name].value(output) for name in self.outputs}
 
         return compute
 
-    def _prompt(self, row: Row, instance: LocalInstance) -> PromptLike:
-        if self.messages_column is None:
-            return prompt_of(row, self.prompt_column)
-        conversation = messages_of(row, self.messages_column)
-        (prompt,) = chat_prompts(conversation, instance.tokenizer, chat_template_kwargs=self.chat_template_kwargs)
-        return prompt
+    def _prompt(self, row: Row, instance: LocalInstance) -> ConversationPrompt:
+        if (conversations := self.conversations) is None:
+            return ConversationPrompt(prompt_of(row, self.prompt_column), AnswerPlan())
+        tools = None if conversations.tools_column is None else tools_of(row, conversations.tools_column)
+        return conversations.prompt(messages_of(row, conversations.column), tools, instance)
 
     def _with_outputs(self, params: SamplingParams) -> SamplingParams:
         """Have the engine report what the columns need, and no routed experts otherwise."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +14,14 @@ from checkpoints import make_checkpoint, make_pooling_checkpoint
 from peft_adapters import ATTENTION, make_adapter
 
 from eagleray import LLM, PoolingParams, SamplingParams
+from eagleray.client.answers.requested_tools import OfferedTools
+from eagleray.data.conversations import Conversations
 from eagleray.data.stages import GenerationStage, PoolingStage, ScoreStage, Stage
 from eagleray.errors import InvalidRequest, PromptTooLong
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 OPTIONS: dict[str, Any] = {"num_threads": 1, "num_kv_blocks": 128, "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPT = "The quick brown fox"
@@ -37,6 +43,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         enable_lora=True,
         lora_modules=[f"pirate={adapter}"],
         chat_template=str(template),
+        tool_call_parser="hermes",
+        reasoning_parser="chaos",
+        reasoning_parser_plugin=str(SCRIPTS / "chaos_reasoning.py"),
         **OPTIONS,
     ) as llm:
         yield llm
@@ -45,8 +54,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 def generation(**fields: Any) -> GenerationStage:
     defaults: dict[str, Any] = {
         "prompt_column": "prompt",
-        "messages_column": None,
-        "chat_template_kwargs": None,
+        "conversations": None,
         "sampling_params": GREEDY,
         "sampling_params_column": None,
         "seed_column": None,
@@ -54,6 +62,10 @@ def generation(**fields: Any) -> GenerationStage:
         "outputs": ("generated_token_ids",),
     }
     return GenerationStage(**{**defaults, **fields})
+
+
+def conversations(**fields: Any) -> Conversations:
+    return Conversations(**{"column": "chat", "offered": OfferedTools(), **fields})
 
 
 def compute(llm: LLM, stage: Stage, row: dict[str, Any]) -> dict[str, Any]:
@@ -88,9 +100,37 @@ def test_generation_stage_routed_experts_and_logprobs_are_those_of_llm(llm: LLM)
 
 
 def test_generation_stage_conversation_is_rendered_with_its_kwargs(llm: LLM) -> None:
-    stage = generation(messages_column="chat", chat_template_kwargs={"tail": "!"})
+    stage = generation(conversations=conversations(chat_template_kwargs={"tail": "!"}))
     assert stage.inputs == {"messages_column": "chat"}
     assert compute(llm, stage, {"chat": MESSAGES})["generated_token_ids"] == tokens(llm, "user: Hello there!\n")
+
+
+def test_generation_stage_parts_of_answers_are_those_of_llm(llm: LLM) -> None:
+    """A constraint begins after the thinking, and calls follow the tools of their row."""
+    thinking = {"chat_template_kwargs": {"tail": "^"}}
+    fields = {"structured_outputs": {"regex": "[a-c]{4}"}, "thinking_token_budget": 5, "max_tokens": 60, "seed": 3}
+    (expected,) = llm.chat(MESSAGES, fields, use_tqdm=False, **thinking)
+    parts = expected.outputs[0]
+    outputs = ("content", "reasoning", "generated_text")
+    stage = generation(
+        conversations=conversations(**thinking), sampling_params=None, sampling_params_column="params", outputs=outputs
+    )
+    found = compute(llm, stage, {"chat": MESSAGES, "params": {**fields, "stop": None}})
+    assert found == {"content": parts.content, "reasoning": parts.reasoning, "generated_text": parts.text}
+    assert re.fullmatch("[a-c]{4}", found["content"]) and found["reasoning"]
+
+    schema: dict[str, Any] = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    calls = conversations(tools_column="tools", tool_choice="required", parallel_tool_calls=False)
+    params = SamplingParams(max_tokens=200, thinking_token_budget=5, seed=3)
+    stage = generation(conversations=calls, sampling_params=params, outputs=("tool_calls",))
+    assert stage.inputs == {"messages_column": "chat", "tools_column": "tools"}
+    (call,) = compute(llm, stage, {"chat": MESSAGES, "tools": json.dumps(tools)})["tool_calls"]
+    assert call.keys() == {"id", "name", "arguments"} and call["name"] == "f"
+    assert json.loads(call["arguments"])["n"] in (1, 22)
+    with pytest.raises(InvalidRequest, match="asks for a call, but the request has no `tools`"):
+        compute(llm, stage, {"chat": MESSAGES, "tools": None})
 
 
 def test_generation_stage_seed_adapter_and_parameters_of_a_row(llm: LLM) -> None:

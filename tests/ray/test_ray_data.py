@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -44,8 +45,16 @@ def end_of_ray_data(cluster: str) -> Iterator[None]:
 
 def dataset(num_rows: int = NUM_ROWS) -> ray.data.Dataset:
     ray.data.DataContext.get_current().enable_progress_bars = False
-    rows = [{"id": row, "prompt": [5, 6, row], "params": {"max_tokens": num_tokens(row)}} for row in range(num_rows)]
+    rows = [{"id": row, "prompt": [5, 6, row], "params": row_params(row)} for row in range(num_rows)]
     return ray.data.from_items(rows, override_num_blocks=2)
+
+
+def row_params(row: int) -> dict[str, Any]:
+    """Return the parameters of a row. Every other one has a constraint, which Arrow shows as a null in the others."""
+    params: dict[str, Any] = {"max_tokens": num_tokens(row)}
+    if row % 2:
+        params["structured_outputs"] = {"regex": f"[a-c]+ {row % 10}"}
+    return params
 
 
 def num_tokens(row: int) -> int:
@@ -72,6 +81,8 @@ def test_generate_rows_come_once_though_processes_are_killed(
     for batch in ds.iter_batches(batch_size=ROWS_PER_BLOCK, prefetch_batches=0):
         seen.update(rows := batch["id"].tolist())
         assert batch["num_generated_tokens"].tolist() == [num_tokens(row) for row in rows]
+        texts = zip(rows, batch["generated_text"], strict=True)
+        assert all(re.fullmatch(f"[a-c]*( {row % 10}?)?", text) for row, text in texts if row % 2)
         if kills:
             os.kill(kills.pop(0)(), signal.SIGKILL)
     assert not kills
@@ -91,7 +102,7 @@ def test_generate_actors_that_no_node_can_hold_are_refused(cluster: str) -> None
         ({"max_tokens": 3}, ConfigError, "max_tokens"),
         ({"outputs": ["text"]}, ConfigError, "`outputs` has no column 'text': take some of generated_text, "),
         ({"outputs": "generated_text"}, ConfigError, "`outputs` must be a list"),
-        ({"chat_template_kwargs": {"tail": "!"}}, ConfigError, "`chat_template_kwargs` are for conversations"),
+        ({"chat_template_kwargs": {"tail": "!"}}, ConfigError, "`chat_template_kwargs` is for conversations"),
         ({"sampling_params": {"max_token": 3}}, InvalidRequest, "no field 'max_token'"),
         ({"prompt_column": "question"}, ConfigError, "set `prompt_column` to one of .*, which are id, prompt, params"),
         ({"sampling_params": {"n": 2}}, InvalidRequest, "a row has one completion"),

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagleray.data.columns import adapter_of, messages_of, params_of, prompt_of, text_of
+from eagleray.data.columns import adapter_of, messages_of, params_of, prompt_of, text_of, tools_of
 from eagleray.errors import InvalidRequest
+from eagleray.messages.structured_outputs import StructuredOutputsParams
 
 
 @pytest.mark.parametrize("value", ["", "Hello", [], [1, 2], np.array([1, 2])])
@@ -69,11 +70,30 @@ def test_params_of_row_without_values_are_the_defaults() -> None:
         ({"allowed_token_ids": 5}, "`allowed_token_ids` must be a list"),
         ({"logit_bias": 5}, "`logit_bias` must be a mapping"),
         ("max_tokens", "where sampling parameters are expected"),
+        (
+            {"structured_outputs": {"json": {"type": "object"}}},
+            "schema as a dictionary, which Arrow changes",
+        ),
+        ({"structured_outputs": {"json": "{}", "regex": "a"}}, "needs exactly one of"),
     ],
 )
 def test_params_of_wrong_row_says_what_is_wrong(own: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         params_of({"p": own}, {}, column="p", seed=None)
+
+
+def test_params_of_row_has_the_constraint_that_is_not_null() -> None:
+    own = {"structured_outputs": {"json": None, "regex": "a+", "disable_any_whitespace": None}}
+    constraint = params_of({"p": own}, {}, column="p", seed=None).structured_outputs
+    assert constraint == StructuredOutputsParams(regex="a+")
+
+
+def test_tools_of_text_is_a_list_of_json() -> None:
+    assert tools_of({"t": None}, "t") is None
+    assert tools_of({"t": '[{"type": "function"}]'}, "t") == [{"type": "function"}]
+    for value, said in (("[", "are not valid JSON"), ("{}", "must have JSON lists"), ([], "a text is expected")):
+        with pytest.raises(InvalidRequest, match=f"column 't'.* {said}"):
+            tools_of({"t": value}, "t")
 
 
 def test_adapter_of_unknown_name_says_which_there_are() -> None:

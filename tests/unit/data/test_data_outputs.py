@@ -37,9 +37,9 @@ def test_append_outputs_error_has_the_code_of_the_server(error: Exception, code:
 
 
 def test_append_outputs_types_do_not_depend_on_the_rows() -> None:
-    names = ["generated_text", "generated_token_ids", "logprobs", "routed_experts"]
+    names = ["generated_text", "generated_token_ids", "logprobs", "tool_calls", "routed_experts"]
     experts = np.ones((3, 2, 4), np.uint16)
-    whole = dict(zip(names, ["a", [1], [[{"token_id": 1}]], experts], strict=True))
+    whole = dict(zip(names, ["a", [1], [[{"token_id": 1}]], [{"id": "1"}], experts], strict=True))
     failed = InvalidRequest("wrong")
     schemas = [append(rows, names, routing=ROUTING).schema for rows in ([whole, whole], [failed, whole], [failed] * 2)]
     assert schemas[0] == schemas[1] == schemas[2]
