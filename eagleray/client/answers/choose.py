@@ -22,7 +22,12 @@ def choose_formats(model: ModelConfig, chat_template: str) -> AnswerFormats:
     tools = _tool_format(model.tool_call_parser, chat_template)
     if tools is not None and model.tool_strict_level != "auto":
         _check_strict_level(model.tool_strict_level, tools)
-    return AnswerFormats(tools, choose_reasoning_format(model, chat_template), model.tool_strict_level)
+    return AnswerFormats(
+        tools,
+        choose_reasoning_format(model, chat_template),
+        model.tool_strict_level,
+        model.structured_outputs_disable_additional_properties,
+    )
 
 
 def _check_strict_level(level: str, tools: ToolFormat) -> None:

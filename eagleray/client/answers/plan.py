@@ -33,6 +33,8 @@ class AnswerFormats(NamedTuple):
     reasoning: ReasoningFormat | None = None
     """None: reasoning is not divided from the answer."""
     strict_level: StrictLevel = "auto"
+    disable_additional_properties: bool = False
+    """Whether objects of constrained contents have only the properties that their schema names."""
 
     def plan(self, requested: RequestedTools) -> AnswerPlan:
         """Return the plan of a request. Raises `UnsupportedParameter` for tools if the model's format of calls is not
@@ -46,7 +48,7 @@ class AnswerFormats(NamedTuple):
                 "`tool_choice` none for an answer in text",
                 param="tools",
             )
-        return AnswerPlan(requested, self.tools, self.reasoning, self.strict_level)
+        return AnswerPlan(requested, self.tools, self.reasoning, self.strict_level, self.disable_additional_properties)
 
 
 class AnswerPlan(NamedTuple):
@@ -58,6 +60,8 @@ class AnswerPlan(NamedTuple):
     reasoning: ReasoningFormat | None = None
     """Format of the reasoning; None: it is a part of the content."""
     strict_level: StrictLevel = "auto"
+    disable_additional_properties: bool = False
+    """Whether objects of constrained contents have only the properties that their schema names."""
 
     @property
     def is_divided(self) -> bool:
@@ -125,7 +129,8 @@ class AnswerPlan(NamedTuple):
                 raise _no_constraint(calls, "a required call", "tool_choice")
             raise _no_constraint(calls, "a constrained content beside tools", PARAM)
         if choice.mode == "auto" and content is not None:
-            return {"type": "or", "elements": [form, calls.content_constraint(_structural_format(content))]}
+            content_form = _structural_format(content, disable_additional_properties=self.disable_additional_properties)
+            return {"type": "or", "elements": [form, calls.content_constraint(content_form)]}
         return form
 
     def _floor(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
@@ -153,9 +158,9 @@ class Undivided:
         return []
 
 
-def _structural_format(content: StructuredOutputsParams) -> StructuralFormat:
+def _structural_format(content: StructuredOutputsParams, *, disable_additional_properties: bool) -> StructuralFormat:
     """Return a constraint as a part of a structural tag. Raises `InvalidRequest` for one that is a structural tag."""
-    grammar = content.to_grammar()
+    grammar = content.to_grammar(disable_additional_properties=disable_additional_properties)
     match grammar.kind:
         case "regex":
             return {"type": "regex", "pattern": grammar.source}

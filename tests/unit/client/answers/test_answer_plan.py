@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from eagleray.client.answers.choose import choose_formats
 from eagleray.client.answers.divide import divide_answer
 from eagleray.client.answers.formats import ToolFormat
 from eagleray.client.answers.plan import AnswerFormats, AnswerPlan, Undivided
 from eagleray.client.answers.reasoning_formats import reasoning_format
 from eagleray.client.answers.requested_tools import CHAT_TOOLS, choose_tools, read_tools
 from eagleray.client.answers.tool_formats import get_tool_format
+from eagleray.config.sections import ModelConfig
 from eagleray.errors import UnsupportedParameter
 from eagleray.messages.structured_outputs import StructuredOutputsParams
 
@@ -45,6 +49,15 @@ def test_plan_with_a_format_without_constraints_refuses_what_needs_them(request_
 def test_plan_with_a_format_without_constraints_leaves_free_calls():
     assert plan_of(AnswerFormats(Unconstrained())).constrain(None) is None
     assert plan_of(AnswerFormats(Unconstrained()), choice="none").tools is None
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_plan_content_beside_tools_follows_the_option_for_additional_properties(is_closed):
+    options = ModelConfig(tool_call_parser="hermes", structured_outputs_disable_additional_properties=is_closed)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    constraint = plan_of(choose_formats(options, "")).constrain(StructuredOutputsParams(json=schema))
+    _, content = json.loads(constraint.structural_tag)["format"]["elements"]
+    assert content["json_schema"] == schema | ({"additionalProperties": False} if is_closed else {})
 
 
 def test_plan_without_a_format_refuses_tools():
