@@ -8,6 +8,7 @@ from eagleray.client.text.chat_template import read_template
 from eagleray.config.resolve import max_model_len
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import CheckpointError
+from eagleray.grammars.whitespace import check_whitespace
 from eagleray.hub.model_json import config_file, read_config
 from eagleray.hub.prepare import prepare_model
 from eagleray.models.config_file import ConfigFile
@@ -20,6 +21,7 @@ def checked_model(model: ModelConfig) -> ModelConfig:
     from eagleray.client.answers.choose import choose_formats  # imports tokenizers, which --help does without
 
     choose_formats(model, "")
+    check_whitespace(model.structured_outputs_whitespace, model.structured_outputs_backend)
     if model.chat_template is not None:  # before a download
         read_template(Path(model.chat_template).expanduser())
     model = prepare_model(model)

@@ -50,6 +50,24 @@ def test_checked_model_length_counts_overrides(directory):
     checked_model(ModelConfig(model=str(directory), max_model_len=4000, hf_overrides=overrides))
 
 
+@pytest.mark.parametrize(
+    ("whitespace", "backend", "reason"),
+    [
+        ("[ ", "auto", r"regular expression without lookaround, but got '\[ ': .*unclosed character class"),
+        ("(?=a) ", "llguidance", r"look-around"),
+        (" ?", "xgrammar", "xgrammar follows the default"),
+    ],
+)
+def test_checked_model_white_space_that_no_grammar_could_have_is_refused(directory, whitespace, backend, reason):
+    write_config(directory)
+    checked_model(ModelConfig(model=str(directory), structured_outputs_whitespace=" ?"))
+    model = ModelConfig(
+        model=str(directory), structured_outputs_whitespace=whitespace, structured_outputs_backend=backend
+    )
+    with pytest.raises(ConfigError, match=f"option `structured_outputs_whitespace`: .*{reason}"):
+        checked_model(model)
+
+
 def test_checked_model_damaged_config_is_refused(directory):
     (directory / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read as JSON"):
