@@ -196,7 +196,7 @@ class Api:
         self.app = create_app(self.client, self.config, self.ledger, has_access_log=True)
         self._reading = asyncio.create_task(self.client.run())
         if self.client.tokenizer is not None:
-            self.speech = self.client.tokenizer.encode(SPEECH, add_special_tokens=False)
+            self.say(SPEECH)
             self.eos = self.client.tokenizer.eos_token_ids[0]
             self.engine.script = self.recite
 
@@ -207,6 +207,10 @@ class Api:
 
     def close(self) -> None:
         self.run(self._close())
+
+    def say(self, text: str) -> None:
+        """Have the engine answer with this text from now on."""
+        self.speech = self.client.tokenizer.encode(text, add_special_tokens=False)
 
     def recite(self, request: Generate) -> Iterator[Chunk]:
         """Yield `SPEECH`, a token for each step, then the end-of-sequence token; for a resumed request, its rest."""

@@ -27,24 +27,11 @@ KNOWN: dict[str, dict[str, Any]] = {
 CALLS = [f'<tool_call>\n{{"name": "{name}", "arguments": {{"city": "Oslo"}}}}\n</tool_call>' for name in NAMES]
 
 
-@pytest.fixture(scope="module")
-def shared_api(checkpoint, tmp_path_factory):
-    path = tmp_path_factory.mktemp("template") / "hermes.jinja"
-    path.write_text(TEMPLATE)
-    with serving(checkpoint, chat_template=str(path)) as api:
-        api.join(max_model_len=1024)
-        yield api
-
-
 @pytest.fixture
 def api(shared_api):
     """An application, which has had other requests."""
-    say(shared_api, "\n".join(["Let me look.", *CALLS]))
+    shared_api.say("\n".join(["Let me look.", *CALLS]))
     return shared_api
-
-
-def say(api, text):
-    api.speech = api.client.tokenizer.encode(text, add_special_tokens=False)
 
 
 def post(api, path, **body):
@@ -100,7 +87,7 @@ def test_responses_logprobs_are_those_of_the_text(api):
 
 
 def test_responses_cut_off_call_is_incomplete(api):
-    say(api, CALLS[0][:-20])
+    api.say(CALLS[0][:-20])
     answer = post(api, RESPONSES, max_output_tokens=len(api.speech)).json()
     (call,) = answer["output"]
     assert (answer["status"], call["status"], call["name"]) == ("incomplete", "incomplete", "weather")
@@ -210,7 +197,7 @@ def test_messages_stream_has_the_events_of_calls_in_order(api):
 
 
 def test_messages_broken_input_is_delivered_as_text(api):
-    say(api, CALLS[0][:-20])
+    api.say(CALLS[0][:-20])
     answer = post(api, MESSAGES, max_tokens=len(api.speech)).json()
     ((name, text),) = answer["content"][0]["input"].items()
     assert name == "INVALID_JSON" and '{"city": "Oslo"}'.startswith(text)
@@ -234,7 +221,7 @@ def test_all_routes_divide_an_answer_alike(checkpoint, formats):
     tools, reasoning = formats
     with serving(checkpoint, tool_call_parser=tools, reasoning_parser=reasoning) as api:
         api.join(max_model_len=1024)
-        say(api, ANSWERS[formats].replace("{CALL}", call).replace("{ARGS}", arguments))
+        api.say(ANSWERS[formats].replace("{CALL}", call).replace("{ARGS}", arguments))
         chat_tools = [{"type": "function", "function": {"name": name}} for name in NAMES]
         body = {"messages": [{"role": "user", "content": "hello"}], "tools": chat_tools}
         message = api.post("/v1/chat/completions", body).json()["choices"][0]["message"]

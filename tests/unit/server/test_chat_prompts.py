@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from server_fakes import SPEECH, serving
+from server_fakes import SPEECH
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hello"}
@@ -17,18 +17,6 @@ TEMPLATE = (
     "{% for call in message.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
     "{{ tone }}{{ reasoning_effort }}{{ enable_thinking }}"
 )
-
-
-@pytest.fixture
-def served(checkpoint, tmp_path):
-    """Make an application whose chat template is `TEMPLATE`."""
-    path = tmp_path / "template.jinja"
-    path.write_text(TEMPLATE)
-
-    def make(**options):
-        return serving(checkpoint, chat_template=str(path), **options)
-
-    return make
 
 
 def prompt_of(api, *messages, **body):

@@ -28,41 +28,12 @@ CALLS = (
 )
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory):
-    path = tmp_path_factory.mktemp("template") / "hermes.jinja"
-    path.write_text(TEMPLATE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def served(checkpoint, template):
-    """Make an application whose chat template shows the calls of Hermes."""
-
-    def make(**options):
-        return serving(checkpoint, chat_template=str(template), **options)
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def shared_api(served):
-    with served() as api:
-        api.join(max_model_len=1024)
-        yield api
-
-
 @pytest.fixture
 def api(shared_api):
     """An application, which has had other requests."""
-    say(shared_api, "hello world")
+    shared_api.say("hello world")
     shared_api.engine.sent.clear()
     return shared_api
-
-
-def say(api, text):
-    """Have the engine answer with this text."""
-    api.speech = api.client.tokenizer.encode(text, add_special_tokens=False)
 
 
 def answer(api, **body):
@@ -107,7 +78,7 @@ def joined(events):
 
 
 def test_chat_calls_in_the_text_become_tool_calls(api):
-    say(api, CALLS)
+    api.say(CALLS)
     (choice,) = answer(api)["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Let me look."
@@ -122,14 +93,14 @@ def test_chat_calls_in_the_text_become_tool_calls(api):
 
 
 def test_chat_calls_alone_leave_the_content_null(api):
-    say(api, CALLS.removeprefix("Let me look. "))
+    api.say(CALLS.removeprefix("Let me look. "))
     message = answer(api)["choices"][0]["message"]
     assert message["content"] is None and message["refusal"] is None
     assert len(message["tool_calls"]) == 2
 
 
 def test_chat_answer_without_calls_has_no_tool_calls(api):
-    say(api, "No <tool> is needed.")
+    api.say("No <tool> is needed.")
     (choice,) = answer(api)["choices"]
     assert choice["message"]["content"] == "No <tool> is needed."
     assert "tool_calls" not in choice["message"] and "reasoning_content" not in choice["message"]
@@ -138,7 +109,7 @@ def test_chat_answer_without_calls_has_no_tool_calls(api):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_chat_streamed_calls_join_to_the_whole_answer(api, n):
-    say(api, CALLS)
+    api.say(CALLS)
     whole = answer(api, n=n)["choices"]
     messages, ends = joined(api.events(PATH, {"messages": [USER], "tools": BOTH, "n": n}))
     assert ends == dict.fromkeys(range(n), "tool_calls")
@@ -152,7 +123,7 @@ def test_chat_streamed_calls_join_to_the_whole_answer(api, n):
 
 
 def test_chat_stream_shows_a_call_while_it_is_made(api):
-    say(api, CALLS)
+    api.say(CALLS)
     deltas = [event["choices"][0]["delta"] for event in api.events(PATH, {"messages": [USER], "tools": BOTH})]
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert deltas[0]["role"] == "assistant"
@@ -162,7 +133,7 @@ def test_chat_stream_shows_a_call_while_it_is_made(api):
 
 
 def test_chat_call_cut_off_is_delivered_as_text(api):
-    say(api, '<tool_call>\n{"name": "weather", "arguments": {"city": "Par')
+    api.say('<tool_call>\n{"name": "weather", "arguments": {"city": "Par')
     body = {"max_tokens": len(api.speech)}
     (choice,) = answer(api, **body)["choices"]
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Par'}
@@ -180,7 +151,7 @@ def test_chat_choice_auto_leaves_the_text_free(api):
 
 
 def test_chat_choice_none_reads_no_calls(api):
-    say(api, CALLS)
+    api.say(CALLS)
     (choice,) = answer(api, tool_choice="none")["choices"]
     assert choice["message"]["content"] == CALLS
     assert choice["finish_reason"] == "stop"
@@ -188,7 +159,7 @@ def test_chat_choice_none_reads_no_calls(api):
 
 
 def test_chat_choice_required_constrains_all_text(api):
-    say(api, CALLS.removeprefix("Let me look. "))
+    api.say(CALLS.removeprefix("Let me look. "))
     (choice,) = answer(api, tool_choice="required")["choices"]
     form = structural_format(api)
     assert form["type"] == "tags_with_separator" and form["at_least_one"] and not form["stop_after_first"]
@@ -198,7 +169,7 @@ def test_chat_choice_required_constrains_all_text(api):
 
 
 def test_chat_choice_of_a_function_constrains_to_it(api):
-    say(api, CALLS.removeprefix("Let me look. "))
+    api.say(CALLS.removeprefix("Let me look. "))
     (choice,) = answer(api, tool_choice={"type": "function", "function": {"name": "time"}})["choices"]
     form = structural_format(api)
     assert begins(form) == ["time"] and form["stop_after_first"]
@@ -281,7 +252,7 @@ def test_chat_markers_that_are_special_tokens_are_read(template, tmp_path, check
     path.write_text(json.dumps(tokenizer))
     with serving(special, chat_template=str(template)) as api:
         api.join(max_model_len=1024)
-        say(api, f"<|im_start|>{CALLS}")
+        api.say(f"<|im_start|>{CALLS}")
         assert number in api.speech
         message = answer(api)["choices"][0]["message"]
         assert (message["content"], len(message["tool_calls"])) == ("Let me look.", 2)
@@ -289,7 +260,7 @@ def test_chat_markers_that_are_special_tokens_are_read(template, tmp_path, check
 
 
 def test_chat_batch_reads_the_calls_of_each_conversation(api):
-    say(api, CALLS)
+    api.say(CALLS)
     response = api.post(f"{PATH}/batch", {"messages": [[USER], [USER]], "tools": BOTH})
     choices = response.json()["choices"]
     assert [len(choice["message"]["tool_calls"]) for choice in choices] == [2, 2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from server_fakes import serving
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "hello"}
@@ -20,24 +19,11 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 
 
-@pytest.fixture(scope="module")
-def shared_api(checkpoint, tmp_path_factory):
-    path = tmp_path_factory.mktemp("template") / "qwen3.jinja"
-    path.write_text(TEMPLATE)
-    with serving(checkpoint, chat_template=str(path)) as api:
-        api.join(max_model_len=1024)
-        yield api
-
-
 @pytest.fixture
 def api(shared_api):
     """An application, which has had other requests."""
-    say(shared_api, SPEECH)
+    shared_api.say(SPEECH)
     return shared_api
-
-
-def say(api, text):
-    api.speech = api.client.tokenizer.encode(text, add_special_tokens=False)
 
 
 def post(api, path, **body):
@@ -93,7 +79,7 @@ def test_chat_answer_that_ends_in_its_reasoning_has_no_content(api):
 
 
 def test_chat_prompt_that_closed_the_thinking_leaves_all_text_to_the_content(api):
-    say(api, "hello there")
+    api.say("hello there")
     answer = post(api, CHAT, chat_template_kwargs={"enable_thinking": False}).json()
     message = answer["choices"][0]["message"]
     assert (message["content"], message["reasoning"]) == ("hello there", None)
@@ -101,7 +87,7 @@ def test_chat_prompt_that_closed_the_thinking_leaves_all_text_to_the_content(api
 
 
 def test_chat_calls_after_reasoning_are_read(api):
-    say(api, f"{THOUGHT}</think>{CALL}")
+    api.say(f"{THOUGHT}</think>{CALL}")
     tools = [{"type": "function", "function": FUNCTION}]
     message = post(api, CHAT, tools=tools, tool_choice="auto").json()["choices"][0]["message"]
     assert message["reasoning"] == THOUGHT and message["content"] is None
