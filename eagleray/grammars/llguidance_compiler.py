@@ -22,7 +22,7 @@ from eagleray.grammars.llguidance_errors import GrammarTooLarge, refusal
 from eagleray.grammars.llguidance_schemas import prepare_schema
 from eagleray.grammars.matcher import TokenMask, allow_only, forbid, mask_words
 from eagleray.grammars.structural_tag_lark import to_lark
-from eagleray.grammars.structural_tags import parse_structural_tag, schemas_in
+from eagleray.grammars.structural_tags import StructuralTag, name_field, parse_structural_tag, schemas_in
 from eagleray.messages.grammars import PARAM, Grammar
 
 MAX_ITEMS_OF_SCHEMAS = 2_000
@@ -68,20 +68,24 @@ class LLGuidanceCompiler:
         except GrammarTooLarge:
             raise
         except InvalidRequest as error:
-            part = self._refusal_of_part(grammar) if grammar.kind == "structural_tag" else None
-            raise part or error from None
+            is_named = grammar.kind != "structural_tag" or error.param != PARAM
+            raise error if is_named else self._refusal_of_part(grammar) or error from None
 
     def close(self) -> None:
         """Do nothing: the compiler is memory alone."""
 
     def _refusal_of_part(self, grammar: Grammar) -> InvalidRequest | None:
-        """Return the refusal of the first schema behind a text of a structural tag that is refused by itself."""
+        """Return the refusal of the first schema of a structural tag that is refused by itself, if it has a field of
+        its own or stands behind a text."""
         placed = schemas_in(parse_structural_tag(grammar.source, PARAM))
-        for before, schema in itertools.islice((one for one in placed if one.before), MAX_TRIED_SCHEMAS):
-            source = msgspec.json.encode(schema).decode()
+        told_apart = (one for one in placed if one.before or one.form.param)
+        for before, form in itertools.islice(told_apart, MAX_TRIED_SCHEMAS):
+            source = msgspec.json.encode(StructuralTag(form)).decode()
             try:
-                self._compile(Grammar(kind="json_schema", source=source, whitespace=grammar.whitespace))
+                self._compile(Grammar(kind="structural_tag", source=source, whitespace=grammar.whitespace))
             except InvalidRequest as error:
+                if form.param:
+                    return error if error.param == form.param else name_field(error, form.param)
                 return InvalidRequest(f"behind {before[-MAX_SHOWN_CHARS:]!r}, {error}", param=PARAM)
         return None
 

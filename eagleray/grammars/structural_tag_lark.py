@@ -25,6 +25,7 @@ from eagleray.grammars.structural_tags import (
     TagsWithSeparatorFormat,
     TokenFormat,
     TriggeredTagsFormat,
+    name_field,
 )
 from eagleray.grammars.xml_parameters import XML_STYLES, XmlParameters
 
@@ -178,9 +179,12 @@ class _Writer:
         whitespace = self._whitespace
         if form.max_whitespace_cnt is not None and whitespace:
             whitespace = f"[ \\n\\t]{{0,{form.max_whitespace_cnt}}}" if form.max_whitespace_cnt else ""
-        if form.style != "json":
-            return XmlParameters(self._rules, self._free, XML_STYLES[form.style], whitespace).write(schema)
-        return self._rules.json_schema(schema, whitespace)
+        try:
+            if form.style != "json":
+                return XmlParameters(self._rules, self._free, XML_STYLES[form.style], whitespace).write(schema)
+            return self._rules.json_schema(schema, whitespace)
+        except InvalidRequest as error:
+            raise name_field(error, form.param) from None
 
     def _any_of(self, end: End) -> str:
         return self._rules.rule(one_of(self._full(end))) if end else EMPTY

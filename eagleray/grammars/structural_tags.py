@@ -6,9 +6,10 @@ The newer form is a tree of formats; the older one lists `structures` and the `t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from eagleray.errors import InvalidRequest
 
@@ -16,6 +17,9 @@ TYPES = (
     "const_string, json_schema, any_text, regex, grammar, token, sequence, or, optional, plus, star, repeat, tag, "
     "triggered_tags, tags_with_separator"
 )
+
+
+MAX_PARAM_CHARS = 100
 
 
 class _Base(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
@@ -32,6 +36,8 @@ class SchemaFormat(_Base, frozen=True, tag="json_schema"):
     """JSON, or one XML element for each property of the object; values within properties are JSON."""
     any_order: Literal[False] = False
     max_whitespace_cnt: int | None = None
+    param: Annotated[str, Meta(max_length=MAX_PARAM_CHARS)] = ""
+    """Name of the field of the request that has the schema, for errors about it; empty: that of the structural tag."""
 
 
 class AnyTextFormat(_Base, frozen=True, tag="any_text"):
@@ -166,14 +172,14 @@ class PlacedSchema(NamedTuple):
 
     before: str
     """Fixed text before the value, or one of several."""
-    schema: bool | dict[str, Any]
+    form: SchemaFormat
 
 
 def schemas_in(form: Format, before: str = "") -> Iterator[PlacedSchema]:
     """Yield the schemas of a format. `before`: the text before it."""
     match form:
-        case SchemaFormat(schema):
-            yield PlacedSchema(before, schema)
+        case SchemaFormat():
+            yield PlacedSchema(before, form)
         case TagFormat(begin, content):
             yield from schemas_in(content, before + begin if isinstance(begin, str) else before)
         case SequenceFormat(parts):
@@ -185,6 +191,14 @@ def schemas_in(form: Format, before: str = "") -> Iterator[PlacedSchema]:
                 yield from schemas_in(part, before)
         case OptionalFormat(part) | PlusFormat(part) | StarFormat(part) | RepeatFormat(content=part):
             yield from schemas_in(part, before)
+
+
+def name_field(error: InvalidRequest, param: str) -> InvalidRequest:
+    """Return the error about a schema with its `SchemaFormat.param`, if it has one."""
+    if param:
+        error.param = param
+        error.args = (f"`{param}`: {error}", *error.args[1:])
+    return error
 
 
 def _fixed_text(form: Format) -> str:

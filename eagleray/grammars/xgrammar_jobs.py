@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from eagleray.errors import InvalidRequest
-from eagleray.grammars.structural_tags import parse_structural_tag
+from eagleray.grammars.structural_tags import name_field, parse_structural_tag
 from eagleray.grammars.xgrammar_process import CompileJob
 from eagleray.grammars.xgrammar_regexes import check_regex, regexes_of_lark
 from eagleray.grammars.xgrammar_schemas import PARAM, check_enforced
@@ -59,14 +59,19 @@ def _structural_tag(source: str) -> str:
 
 
 def _check_parts(form: Any) -> None:
-    """Raise `InvalidRequest` for a schema, an expression or a grammar in a structural tag that is not enforced."""
+    """Raise `InvalidRequest` for a schema, an expression or a grammar in a structural tag that is not enforced. Removes
+    the names of fields, which the library does not take."""
     if isinstance(form, list):
         for part in form:
             _check_parts(part)
     elif isinstance(form, dict):
         match form.get("type"):
             case "json_schema":
-                check_enforced(form["json_schema"])
+                param = form.pop("param")
+                try:
+                    check_enforced(form["json_schema"])
+                except InvalidRequest as error:
+                    raise name_field(error, param) from None
             case "regex":
                 check_regex(form["pattern"])
             case "grammar":

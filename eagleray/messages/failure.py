@@ -7,7 +7,7 @@ import traceback
 import msgspec
 
 from eagleray import errors
-from eagleray.errors import EagleRayError, ProcessCrashed, UserError
+from eagleray.errors import EagleRayError, InvalidRequest, ProcessCrashed, UserError
 from eagleray.identity import ProcessId
 
 
@@ -22,6 +22,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The message is for the user and complete; the traceback is of no interest."""
     library: str = ""
     """Top-level package that defines the exception's class, such as `ray`; empty if it is not known."""
+    param: str | None = None
+    """Field of the request that an `InvalidRequest` names."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -32,6 +34,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             traceback="" if isinstance(error, EagleRayError) else "".join(traceback.format_exception(error)),
             is_user_error=isinstance(error, UserError),
             library=type(error).__module__.partition(".")[0],
+            param=error.param if isinstance(error, InvalidRequest) else None,
         )
 
     @classmethod

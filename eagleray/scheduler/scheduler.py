@@ -560,7 +560,7 @@ class Scheduler:
             finish_reason=FinishReason.ERROR,
             error=failure.message,
             is_user_error=failure.is_user_error,
-            param=PARAM if failure.is_user_error else None,
+            param=failure.param or PARAM if failure.is_user_error else None,
         )
 
     # Requests leave.

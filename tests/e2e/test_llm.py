@@ -143,6 +143,10 @@ def test_chat_with_a_required_tool_returns_its_call(llm):
     assert (plain.content, plain.tool_calls) == (plain.text, [])
     with pytest.raises(InvalidRequest, match="tool_choice"):
         llm.chat(conversation, tool_choice="required")
+    tools["tools"] += [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
+    with pytest.raises(InvalidRequest, match=r"`tools\[1\]\.function\.parameters`: .*not supported: `not`") as refused:
+        llm.chat(conversation, params, **tools)
+    assert refused.value.param == "tools[1].function.parameters"
 
 
 def test_stream_yields_outputs_of_every_prompt_as_asked(llm):

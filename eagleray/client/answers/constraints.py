@@ -78,6 +78,12 @@ def json_value(schema: dict[str, Any], style: str = "json") -> StructuralFormat:
     return {"type": "json_schema", "json_schema": schema, "style": style}
 
 
+def arguments_of(tool: Tool, style: str = "json") -> StructuralFormat:
+    """Return the format of a tool's arguments, see `json_value`. If the schema is refused, the error names its place in
+    the request."""
+    return json_value(tool.parameters, style) | ({"param": tool.param} if tool.param else {})
+
+
 def free_text() -> StructuralFormat:
     """Return the format of any text, up to the end of the tag that it is in."""
     return {"type": "any_text"}

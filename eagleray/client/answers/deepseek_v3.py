@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eagleray.client.answers.call_sections import CallHeader, SectionMarkers, SectionSplitter, constrain_section
-from eagleray.client.answers.constraints import constrained_tools, json_value, tag
+from eagleray.client.answers.constraints import arguments_of, constrained_tools, tag
 from eagleray.client.answers.formats import StructuralFormat, ToolFormat
 from eagleray.client.answers.parts import Splitter
 from eagleray.client.answers.tools import Tool, ToolChoice
@@ -47,4 +47,4 @@ class _DeepSeekV3Splitter(SectionSplitter):
 
 def _tag(tool: Tool) -> StructuralFormat:
     begin = f"{MARKERS.call_begin}function{SEPARATOR}{tool.name}\n{MARKERS.fence_begin}\n"
-    return tag(begin, json_value(tool.parameters), f"\n{MARKERS.fence_end}{MARKERS.call_end}")
+    return tag(begin, arguments_of(tool), f"\n{MARKERS.fence_end}{MARKERS.call_end}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eagleray.client.answers.call_splitter import CALL_NAME, CallSplitter
-from eagleray.client.answers.constraints import constrain_calls, json_value, tag
+from eagleray.client.answers.constraints import arguments_of, constrain_calls, tag
 from eagleray.client.answers.formats import StructuralFormat, ToolFormat
 from eagleray.client.answers.marker_search import MarkerSearch
 from eagleray.client.answers.parts import Splitter
@@ -75,4 +75,4 @@ class _Glm45Splitter(CallSplitter):
 
 
 def _tag(tool: Tool) -> StructuralFormat:
-    return tag(CALL + tool.name, json_value(tool.parameters, "glm_xml"), [CALL_END, f"\n{CALL_END}"])
+    return tag(CALL + tool.name, arguments_of(tool, "glm_xml"), [CALL_END, f"\n{CALL_END}"])

@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 
 from eagleray.client.answers.call_splitter import CallSplitter
 from eagleray.client.answers.constraints import (
+    arguments_of,
     constant,
     constrained_tools,
     free_text,
-    json_value,
     one_of,
     optional,
     repeated,
@@ -233,5 +233,5 @@ def _call(tool: Tool) -> StructuralFormat:
     return sequence(
         one_of(constant(recipient + channel), constant(channel + recipient)),
         one_of(*(constant(f"{constrain}json{MESSAGE}") for constrain in (" ", f" {CONSTRAIN}", CONSTRAIN))),
-        json_value(tool.parameters),
+        arguments_of(tool),
     )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from eagleray.client.answers.call_splitter import CallEnd, CallSplitter
-from eagleray.client.answers.constraints import constrain_calls, json_value, tag
+from eagleray.client.answers.constraints import arguments_of, constrain_calls, tag
 from eagleray.client.answers.formats import StructuralFormat, ToolFormat
 from eagleray.client.answers.marker_search import MarkerSearch
 from eagleray.client.answers.parts import Splitter
@@ -58,4 +58,4 @@ class _HermesSplitter(CallSplitter):
 
 def _tag(tool: Tool) -> StructuralFormat:
     begin = f'{START}\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
-    return tag(begin, json_value(tool.parameters), "}\n" + END)
+    return tag(begin, arguments_of(tool), "}\n" + END)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from eagleray.client.answers.call_sections import CallHeader, SectionMarkers, SectionSplitter, constrain_section
-from eagleray.client.answers.constraints import constant, constrained_tools, json_value, pattern, sequence, tag
+from eagleray.client.answers.constraints import arguments_of, constant, constrained_tools, pattern, sequence, tag
 from eagleray.client.answers.formats import StructuralFormat, ToolFormat
 from eagleray.client.answers.parts import Splitter
 from eagleray.client.answers.tools import Tool, ToolChoice
@@ -43,5 +43,5 @@ class _KimiK2Splitter(SectionSplitter):
 
 
 def _tag(tool: Tool) -> StructuralFormat:
-    arguments = sequence(pattern("[0-9]+"), constant(MARKERS.header_end), json_value(tool.parameters))
+    arguments = sequence(pattern("[0-9]+"), constant(MARKERS.header_end), arguments_of(tool))
     return tag(f"{MARKERS.call_begin}functions.{tool.name}:", arguments, MARKERS.call_end)

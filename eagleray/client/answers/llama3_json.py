@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from eagleray.client.answers.call_splitter import CallEnd, CallSplitter
-from eagleray.client.answers.constraints import constrain_calls, json_value, tag
+from eagleray.client.answers.constraints import arguments_of, constrain_calls, tag
 from eagleray.client.answers.formats import StructuralFormat, ToolFormat
 from eagleray.client.answers.marker_search import MarkerSearch
 from eagleray.client.answers.parts import Splitter
@@ -61,6 +61,4 @@ class _Llama3JsonSplitter(CallSplitter):
 
 
 def _tag(tool: Tool) -> StructuralFormat:
-    return tag(
-        f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "parameters": ', json_value(tool.parameters), "}"
-    )
+    return tag(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "parameters": ', arguments_of(tool), "}")

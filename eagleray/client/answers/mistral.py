@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from eagleray.client.answers.call_splitter import CALL_NAME, CallEnd, CallSplitter
 from eagleray.client.answers.constraints import (
+    arguments_of,
     calls_in_text,
     calls_only,
     constrained_tools,
-    json_value,
     one_of,
     tag,
 )
@@ -46,7 +46,7 @@ class MistralFormat(ToolFormat):
             return None
         objects = calls_only([_object_tag(tool) for tool in allowed], choice, separator=", ")
         lists = [tag(f"{TOOL_CALLS}{space}[", objects, "]") for space in (" ", "")]
-        calls = [tag(f"{TOOL_CALLS}{tool.name}{ARGS}", json_value(tool.parameters), "") for tool in allowed]
+        calls = [tag(f"{TOOL_CALLS}{tool.name}{ARGS}", arguments_of(tool), "") for tool in allowed]
         if choice.mode == "required":
             return one_of(calls_only(calls, choice), *lists)
         return calls_in_text([*calls, *lists], choice, TOOL_CALLS)
@@ -119,6 +119,4 @@ class _MistralSplitter(CallSplitter):
 
 
 def _object_tag(tool: Tool) -> StructuralFormat:
-    return tag(
-        f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ', json_value(tool.parameters), "}"
-    )
+    return tag(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ', arguments_of(tool), "}")

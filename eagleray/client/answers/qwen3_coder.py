@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eagleray.client.answers.call_splitter import CALL_NAME, CallSplitter
-from eagleray.client.answers.constraints import constrain_calls, json_value, tag
+from eagleray.client.answers.constraints import arguments_of, constrain_calls, tag
 from eagleray.client.answers.formats import StructuralFormat, ToolFormat
 from eagleray.client.answers.marker_search import MarkerSearch
 from eagleray.client.answers.parts import Splitter
@@ -102,4 +102,4 @@ class _Qwen3CoderSplitter(CallSplitter):
 
 def _tag(tool: Tool) -> StructuralFormat:
     begin, end = f"{CALL}\n{FUNCTION}{tool.name}>\n", f"\n{FUNCTION_END}\n{CALL_END}"
-    return tag(begin, json_value(tool.parameters, style="qwen_xml"), end)
+    return tag(begin, arguments_of(tool, style="qwen_xml"), end)

@@ -111,7 +111,7 @@ def _read_tool(function: Mapping[str, Any], path: str, schema: str) -> Tool:
     if strict is not None and not isinstance(strict, bool):
         raise wrong_entry(f"{path}.strict", "must be true or false")
     parameters = _object_schema(function.get(schema), f"{path}.{schema}")
-    return Tool(name=name, parameters=parameters, strict=bool(strict))
+    return Tool(name=name, parameters=parameters, strict=bool(strict), param=f"{path}.{schema}")
 
 
 def _check_name(name: str, path: str) -> None:

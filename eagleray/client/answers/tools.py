@@ -15,6 +15,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """JSON schema of the arguments, which are an object."""
     strict: bool = False
     """Whether arguments have to follow the schema, although the model is free to call the tool."""
+    param: str = ""
+    """Path of the schema in the request, which errors about it name."""
 
 
 class ToolChoice(NamedTuple):

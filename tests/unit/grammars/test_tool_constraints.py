@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from grammar_tokenizers import WHITESPACE, Words
@@ -13,7 +13,7 @@ from eagleray.client.answers.formats import StructuralFormat, ToolFormat
 from eagleray.client.answers.tool_formats import get_tool_format
 from eagleray.client.answers.tools import Tool, ToolChoice
 from eagleray.errors import InvalidRequest
-from eagleray.messages.grammars import Grammar
+from eagleray.messages.grammars import PARAM, Grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
 TOOLS = [
@@ -183,8 +183,39 @@ def test_harmony_content_constraint_is_for_the_final_message() -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_constraint_that_is_refused_names_the_tool(name: str) -> None:
     unsupported = {"type": "object", "properties": {"b": {"not": {}}}}
-    odd = Tool(name="odd_one", parameters={"type": "object", "properties": {"a": unsupported}}, strict=True)
-    constraint = format_of(name).constraint([*TOOLS, odd], AUTO)
+    schema = {"type": "object", "properties": {"a": unsupported}}
+    for param, reason in (("tools[2].parameters", r"`tools\[2\].parameters`: "), ("", "behind '[^']*odd_one")):
+        odd = Tool(name="odd_one", parameters=schema, strict=True, param=param)
+        constraint = format_of(name).constraint([*TOOLS, odd], AUTO)
+        assert constraint is not None
+        with pytest.raises(InvalidRequest, match=rf"(?s){reason}.*not supported: `not`") as refused:
+            matches(name, constraint, "")
+        assert refused.value.param == (param or PARAM)
+
+
+TOO_DEEP = functools.reduce(lambda inner, _: {"properties": {"a": inner}}, range(200), {})
+
+
+@pytest.mark.parametrize("name", ["hermes", "glm45", "openai"])
+@pytest.mark.parametrize(("parameters", "reason"), [(TOO_DEEP, "nested"), ({"not": {}}, "`not`")])
+def test_constraint_that_is_refused_names_the_schema_alone_that_is_wrong(
+    name: str, parameters: dict[str, Any], reason: str
+) -> None:
+    tool_format, wrong = format_of(name), parameters | {"type": "object"}
+    tools = [Tool(name=f"f{n}", parameters=wrong if n else SCHEMA, param=f"tools[{n}].parameters") for n in range(2)]
+    for used, content, param in ((tools, SCHEMA, "tools[1].parameters"), (tools[:1], wrong, PARAM)):
+        calls = tool_format.constraint(used, REQUIRED)
+        assert calls is not None
+        content_form = tool_format.content_constraint({"type": "json_schema", "json_schema": content})
+        with pytest.raises(InvalidRequest, match=reason) as refused:
+            matches(name, {"type": "or", "elements": [calls, content_form]}, "")
+        assert refused.value.param == param
+
+
+def test_constraint_that_only_xml_cannot_follow_names_the_schema() -> None:
+    parameters = {"type": "object", "patternProperties": {"a": {}}}
+    constraint = format_of("glm45").constraint([Tool(name="f", parameters=parameters, param="tools[0].x")], REQUIRED)
     assert constraint is not None
-    with pytest.raises(InvalidRequest, match=r"(?s)behind '[^']*odd_one.*not supported: `not`"):
-        matches(name, constraint, "")
+    with pytest.raises(InvalidRequest, match=r"`tools\[0\]\.x`: .*not supported: \['patternProperties'\]") as refused:
+        matches("glm45", constraint, "")
+    assert refused.value.param == "tools[0].x"

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
 
 from eagleray.errors import InvalidRequest
+from eagleray.grammars.xgrammar_jobs import compile_job
 from eagleray.grammars.xgrammar_schemas import check_enforced
+from eagleray.messages.grammars import Grammar
 
 
 @pytest.mark.parametrize(
@@ -78,3 +81,15 @@ def test_check_enforced_names_the_keywords_without_effect(schema: Any, names: li
 def test_check_enforced_with_values_of_wrong_types_is_an_error(schema: Any):
     with pytest.raises(InvalidRequest, match="a type that JSON Schema does not allow"):
         check_enforced(schema)
+
+
+def test_compile_job_names_the_field_of_a_schema_in_errors_alone():
+    def job_of(schema: Any):
+        schemas = [{"type": "json_schema", "json_schema": one, "param": f"f{n}"} for n, one in enumerate([{}, schema])]
+        form = {"type": "sequence", "elements": schemas}
+        return compile_job(Grammar(kind="structural_tag", source=json.dumps({"format": form})))
+
+    assert "param" not in job_of({"type": "null"}).arguments[0]
+    with pytest.raises(InvalidRequest, match=r"`f1`: xgrammar does not enforce .*`not`") as refused:
+        job_of({"not": {}})
+    assert refused.value.param == "f1"

@@ -110,6 +110,9 @@ def test_agent_routes_constrain_the_calls_of_a_choice(api, path, choice, names, 
     post(api, path, **choice)
     form = structural_format(api)
     assert [tag["begin"].split('"')[3] for tag in form["tags"]] == names
+    schema = {RESPONSES: "parameters", MESSAGES: "input_schema"}[path]
+    fields = [f"tools[{NAMES.index(name)}].{schema}" for name in names]
+    assert [tag["content"].get("param", "") for tag in form["tags"]] == fields
     assert form["stop_after_first"] is ends
 
 
