@@ -47,7 +47,8 @@ class EngineGrammars:
             failure = next((reply.failure for reply in (replies or {}).values() if reply.failure is not None), None)
             if failure is not None or (replies and all(reply.is_done for reply in replies.values())):
                 del self.asked[grammar]
-                chunks += scheduler.on_grammar_prepared(grammar, failure, seconds=now - begun_at)
+                num_bytes = max((reply.num_bytes for reply in (replies or {}).values()), default=0)
+                chunks += scheduler.on_grammar_prepared(grammar, failure, seconds=now - begun_at, num_bytes=num_bytes)
             elif now - begun_at > GRAMMAR_TIMEOUT_SECONDS:
                 self._forget(grammar)
                 chunks += scheduler.on_grammar_prepared(grammar, _late(), seconds=now - begun_at)

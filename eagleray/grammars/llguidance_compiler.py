@@ -154,6 +154,9 @@ def _limits(max_items: int) -> LLParserLimits:
 
 
 class LLGuidanceGrammar:
+    num_bytes = 0
+    """Not reported. It is in proportion to the source."""
+
     def __init__(self, matcher: LLMatcher, ends: _Ends) -> None:
         self._initial = matcher
         self._ends = ends

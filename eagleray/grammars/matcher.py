@@ -69,6 +69,11 @@ class Matcher(Protocol):
 class CompiledGrammar(Protocol):
     """Makes matchers for completions, from any thread."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the grammar takes, or 0 if the library does not report it."""
+        ...
+
     def matcher(self) -> Matcher:
         """Return a matcher at the beginning of a text."""
         ...

@@ -57,6 +57,7 @@ class XGrammarGrammar:
     def __init__(self, compiled: xgrammar.CompiledGrammar, eos_token_ids: frozenset[int]) -> None:
         self._compiled = compiled
         self._eos_token_ids = eos_token_ids
+        self.num_bytes: int = compiled.memory_size_bytes
 
     def matcher(self) -> XGrammarMatcher:
         return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._eos_token_ids)

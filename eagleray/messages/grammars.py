@@ -12,6 +12,8 @@ PARAM = "structured_outputs"
 MAX_PREPARED_GRAMMARS = 128
 MAX_PREPARED_BYTES = 2 * 2**20
 """Largest number of grammars that a scheduler counts as compiled, and largest size of their sources together."""
+MAX_PREPARED_COMPILED_BYTES = 256 * 2**20
+"""Largest size of these grammars as they are compiled, of those whose library reports it."""
 
 GrammarKind = Literal["json_schema", "regex", "choice", "ebnf", "structural_tag"]
 

@@ -290,6 +290,8 @@ class GrammarPrepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     is_done: bool
     failure: Failure | None = None
+    num_bytes: int = 0
+    """See `CompiledGrammar.num_bytes`."""
 
 
 class CallExtension(msgspec.Struct, frozen=True, tag=True):

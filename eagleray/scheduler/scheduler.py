@@ -184,15 +184,17 @@ class Scheduler:
         firsts = (next((one for one in requests if one.announce_start), None) for requests in waiting)
         return [request.make_start_chunk() for request in firsts if request is not None]
 
-    def on_grammar_prepared(self, grammar: Grammar, failure: Failure | None, *, seconds: float) -> list[AddressedChunk]:
+    def on_grammar_prepared(
+        self, grammar: Grammar, failure: Failure | None, *, seconds: float, num_bytes: int = 0
+    ) -> list[AddressedChunk]:
         """Let the requests with this grammar run, or fail. Returns their last chunks then. `seconds`: since the workers
-        were asked."""
+        were asked. `num_bytes`: see `GrammarPrepared`."""
         self._histograms.on_grammar_compiled(seconds)
         requests = self._waiting.pop_unprepared(grammar)
         for request in requests:
             self._waiting.push(request)
         if failure is None:
-            self._grammars.add(grammar)
+            self._grammars.add(grammar, num_bytes)
             return []
         return [self._refuse(request, failure) for request in requests]
 

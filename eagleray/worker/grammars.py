@@ -84,7 +84,9 @@ class WorkerGrammars:
         if outcome is None:
             self._begin_or_check(grammar)
             outcome = self._find(grammar)
-        return GrammarPrepared(is_done=outcome is not None, failure=outcome if isinstance(outcome, Failure) else None)
+        if outcome is None or isinstance(outcome, Failure):
+            return GrammarPrepared(is_done=outcome is not None, failure=outcome)
+        return GrammarPrepared(is_done=True, num_bytes=outcome.num_bytes)
 
     def get(self, grammar: Grammar) -> CompiledGrammar:
         """Return the compiled grammar. Waits for a thread if the cache does not have it."""
@@ -150,7 +152,7 @@ class WorkerGrammars:
         if isinstance(outcome, Failure):
             self._refused.put(grammar, outcome)
         else:
-            self._compiled.put(grammar, outcome)
+            self._compiled.put(grammar, outcome, num_bytes=outcome.num_bytes)
         self._pending.pop(grammar).set()
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar | Failure:

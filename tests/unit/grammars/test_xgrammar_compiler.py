@@ -55,6 +55,7 @@ def test_xgrammar_matches_the_texts_of_a_grammar(
     words: Words, grammar: Grammar, matching: list[str], others: list[str]
 ):
     compiled = words.compile(grammar)
+    assert compiled.num_bytes > 0
     for text in matching:
         assert words.matched(compiled, words.encode(text, by_byte=True)), text
     for text in others:

@@ -197,6 +197,17 @@ def test_prepared_grammars_keep_the_last_used_within_number_and_bytes(monkeypatc
     assert [prepared.use(grammar) for grammar in made] == [True, False, True, True]
     prepared.add(large)
     assert [prepared.use(grammar) for grammar in (*made, large)] == [False, False, False, True, True]
+    small = regex_of_bytes(prepared, "s", 2**20)
+    for size, kept in ((grammars.MAX_PREPARED_COMPILED_BYTES - 2**20, True), (2**20 + 1, False)):
+        regex_of_bytes(prepared, str(size), size)
+        assert (small in prepared) is kept
+
+
+def regex_of_bytes(prepared: PreparedGrammars, source: str, num_bytes: int) -> Grammar:
+    """Add a grammar that takes this memory."""
+    grammar = Grammar(kind="regex", source=source)
+    prepared.add(grammar, num_bytes)
+    return grammar
 
 
 def test_workers_keep_more_grammars_than_the_scheduler_takes_for_prepared() -> None:
@@ -204,3 +215,4 @@ def test_workers_keep_more_grammars_than_the_scheduler_takes_for_prepared() -> N
 
     assert cache.MAX_GRAMMARS > grammars.MAX_PREPARED_GRAMMARS
     assert cache.MAX_SOURCE_BYTES > grammars.MAX_PREPARED_BYTES
+    assert cache.MAX_COMPILED_BYTES > grammars.MAX_PREPARED_COMPILED_BYTES

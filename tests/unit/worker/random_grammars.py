@@ -57,6 +57,8 @@ class RandomMatcher(Matcher):
 
 
 class RandomGrammar(CompiledGrammar):
+    num_bytes = 0
+
     def __init__(self, source: str, vocab_size: int) -> None:
         self._source = source
         self._vocab_size = vocab_size

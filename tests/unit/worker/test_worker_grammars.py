@@ -204,3 +204,13 @@ def test_grammar_cache_keeps_the_last_used_within_number_and_bytes(monkeypatch: 
     assert [kept.find(grammar) is outcome for grammar in (*made, large)] == [False, False, False, True, True]
     kept.put(regex("y" * 50), outcome)
     assert len(kept) == 1 and kept.find(regex("y" * 50)) is outcome
+
+
+def test_grammar_cache_keeps_the_last_used_within_their_compiled_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MAX_COMPILED_BYTES", 100)
+    kept, outcome = GrammarCache[Failure](), Failure.noticed("refused")
+    for source, num_bytes in (("a", 60), ("b", 40), ("b", 30), ("c", 10)):
+        kept.put(regex(source), outcome, num_bytes=num_bytes)
+    assert len(kept) == 3
+    kept.put(regex("d"), outcome, num_bytes=1)
+    assert [kept.find(regex(source)) is outcome for source in "abcd"] == [False, True, True, True]
