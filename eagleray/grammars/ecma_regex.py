@@ -22,6 +22,8 @@ def to_rust(pattern: str) -> str:
     parts: list[str] = []
     in_class: list[str] | None = None  # its tokens, after "[" or "[^"
     for token in TOKENS.findall(pattern):
+        if token == "\\":
+            raise ValueError("it ends with a lone backslash")
         if in_class is None:
             if token in ("[", "[^"):
                 in_class = []

@@ -30,6 +30,8 @@ MAX_COLONS = 2_000
 names it, so a long chain of rules needs a large stack."""
 
 
+MAX_SHOWN = 100
+"""Number of characters of an expression that an error shows."""
 MAX_WRITTEN = 2**21
 """Bound of the characters of rules, equal ones included: where alternatives follow alternatives, there are many."""
 
@@ -91,7 +93,7 @@ class LarkRules:
         return self.rule(f"%json {prepare_schema(json.dumps(schema), whitespace)}")
 
     def regex(self, pattern: str) -> str:
-        """Return the expression for a regular expression."""
+        """Return the expression for a regular expression. Raises ValueError."""
         return self.rule(regex_literal(pattern))
 
     def grammar(self, grammar: str) -> str:
@@ -126,9 +128,16 @@ def text_literal(text: str) -> str:
 
 
 def regex_literal(pattern: str) -> str:
-    """Return the expression for a regular expression."""
+    """Return the expression for a regular expression. Raises ValueError."""
+    check_end(pattern)
     grammar: str = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
     return grammar.removeprefix("start: ")
+
+
+def check_end(pattern: str) -> None:
+    """Raise ValueError for a regular expression that ends with a lone backslash, which llguidance would drop."""
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise ValueError(f"the expression {pattern[-MAX_SHOWN:]} ends with a lone backslash")
 
 
 def token_set(token_ids: Iterable[int]) -> str:

@@ -17,13 +17,13 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from eagleray.errors import CheckpointError, InvalidRequest
-from eagleray.grammars.lark_rules import Definition, SpecialTokens, check_num_rules
-from eagleray.grammars.llguidance_errors import GrammarTooLarge, refusal
+from eagleray.grammars.lark_rules import Definition, SpecialTokens, check_end, check_num_rules
+from eagleray.grammars.llguidance_errors import NAMES, GrammarTooLarge, refusal
 from eagleray.grammars.llguidance_schemas import prepare_schema
 from eagleray.grammars.matcher import TokenMask, allow_only, forbid, mask_words
 from eagleray.grammars.structural_tag_lark import to_lark
 from eagleray.grammars.structural_tags import StructuralTag, name_field, parse_structural_tag, schemas_in
-from eagleray.messages.grammars import PARAM, Grammar
+from eagleray.messages.grammars import PARAM, Grammar, GrammarKind
 
 MAX_ITEMS_OF_SCHEMAS = 2_000
 """Largest number of the parser's items after a token. An object needs four for each optional property that may come."""
@@ -97,10 +97,10 @@ class LLGuidanceCompiler:
         except InvalidRequest:
             raise
         except ValueError as error:
-            raise refusal(str(error)) from None
+            raise refusal(str(error), grammar.kind) from None
         compiled = LLGuidanceGrammar(matcher, self._ends)
         # The lexer is built when it is first used, so a limit may be hit only here, and so is a grammar without a text.
-        compiled.check_first_tokens(self._vocab_size)
+        compiled.check_first_tokens(self._vocab_size, grammar.kind)
         return compiled
 
     def _definition(self, grammar: Grammar) -> Definition:
@@ -114,6 +114,7 @@ class LLGuidanceCompiler:
                 one_terminal = f"start: T\nT: {texts}"  # is parsed much faster
                 return Definition(LLMatcher.grammar_from_lark(one_terminal))
             case "regex":
+                check_end(grammar.source)
                 return Definition(grammar_from("regex", grammar.source))
             case "ebnf":
                 return Definition(grammar_from("grammar", grammar.source), has_rules=True)
@@ -164,11 +165,11 @@ class LLGuidanceGrammar:
     def matcher(self) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self._initial.deep_copy(), self._ends)
 
-    def check_first_tokens(self, vocab_size: int) -> None:
+    def check_first_tokens(self, vocab_size: int, kind: GrammarKind) -> None:
         """Raise `InvalidRequest` if no text can be generated, or if a limit is hit at the first token or the second."""
         mask = np.zeros(mask_words(vocab_size), dtype=np.int32)
         first = self._initial
-        _compute_mask(first, mask)
+        _compute_mask(first, mask, kind)
         if not mask.any() or (first.is_stopped() and not first.is_accepting()):
             raise InvalidRequest("the grammar matches no text: no token can come first", param=PARAM)
         forbid(mask, self._ends.token_ids)
@@ -176,7 +177,7 @@ class LLGuidanceGrammar:
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
             second = first.deep_copy()
             second.consume_token(int(bits.argmax()))
-            _compute_mask(second, mask)
+            _compute_mask(second, mask, kind)
 
 
 class LLGuidanceMatcher:
@@ -211,12 +212,12 @@ class LLGuidanceMatcher:
             self._matcher.consume_tokens(tokens)
 
 
-def _compute_mask(matcher: LLMatcher, mask: TokenMask) -> None:
+def _compute_mask(matcher: LLMatcher, mask: TokenMask, kind: GrammarKind) -> None:
     """Compute the mask unless the text has ended. Raises `InvalidRequest` if a limit is hit."""
     if not matcher.is_stopped():
         matcher.unsafe_compute_mask_ptr(_address(mask), mask.nbytes)
     if matcher.is_error():
-        raise refusal(matcher.get_error())
+        raise refusal(matcher.get_error(), kind)
 
 
 def _address(mask: TokenMask) -> int:
@@ -228,7 +229,8 @@ def _check_size(grammar: Grammar) -> None:
     """Raise `GrammarTooLarge`."""
     most = MAX_CHARACTERS.get(grammar.kind)
     if most is not None and len(grammar.source) > most:
-        raise GrammarTooLarge(f"the grammar has more than {most} characters", param=PARAM)
+        name = NAMES.get(grammar.kind, "the grammar")
+        raise GrammarTooLarge(f"{name} has more than {most} characters", param=PARAM)
     if grammar.kind == "ebnf":
         check_num_rules(grammar.source)
 

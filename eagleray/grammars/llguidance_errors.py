@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from eagleray.errors import InvalidRequest
-from eagleray.messages.grammars import PARAM
+from eagleray.messages.grammars import PARAM, GrammarKind
 
 SENTENCES = (
     (
@@ -34,9 +34,17 @@ SENTENCES = (
     ),
     ("Failed to generate regex for", "the JSON schema has a `minimum` or `maximum` beyond 64 bits: {message}"),
     ("lookarounds not supported yet", "an expression in `pattern` or `regex` looks around, which is not supported"),
+    (
+        r"regex parse error: (?P<expression>.*?)( \^+)? error: (?P<reason>.*?)( [0-9]+ \| .*)?$",
+        "an expression in `pattern` or `regex` is wrong or not supported: {reason} in {expression}",
+    ),
     ("regex parse error", "an expression in `pattern` or `regex` is wrong or not supported: {message}"),
     ("Unsatisfiable schema: (?P<reason>.*)", "no value satisfies the JSON schema: {reason}"),
-    (r"Invalid type: (?P<type>\S+)", "the JSON schema has the `type` {type}, which does not exist"),
+    (
+        r"Invalid type: (?P<type>\S+)",
+        "the JSON schema has the `type` {type}, which does not exist; there are object, array, string, number, "
+        "integer, boolean and null",
+    ),
     ("NoExtension", "the grammar matches no text that can be generated"),
 )
 """Expressions that are searched for in a message, and the sentence for the user. The first one is taken."""
@@ -44,20 +52,26 @@ SENTENCES = (
 LIMITS = re.compile(r"too (large|many|big|complex|deeply)|max is|fuel|exhausted|limit", re.IGNORECASE)
 """Matches messages about a limit of the library."""
 
+NAMES = {"json_schema": "the JSON schema", "regex": "the regular expression", "choice": "the list of choices"}
+"""What users call a grammar, by kind."""
+
 MAX_MESSAGE = 300
+MAX_PART = 100
 
 
 class GrammarTooLarge(InvalidRequest):
     """A grammar is beyond a limit."""
 
 
-def refusal(message: str) -> InvalidRequest:
-    """Return the error for a grammar that llguidance refuses with this message."""
-    whole = " ".join(message.split())[:MAX_MESSAGE]
+def refusal(message: str, kind: GrammarKind | None = None) -> InvalidRequest:
+    """Return the error for a grammar of this kind that llguidance refuses with this message."""
+    joined = " ".join(message.replace("<non-verbose/>", "").split())
+    whole = joined[:MAX_MESSAGE]
     for expression, sentence in SENTENCES:
-        if found := re.search(expression, whole):
-            parts = {name: part.replace('"', "`") for name, part in found.groupdict().items()}
+        if found := re.search(expression, joined):
+            parts = {name: part.replace('"', "`")[:MAX_PART] for name, part in found.groupdict().items()}
             return InvalidRequest(sentence.format(message=whole, **parts), param=PARAM)
+    name = NAMES.get(kind or "", "the grammar")
     if LIMITS.search(whole):
-        return GrammarTooLarge(f"the grammar is too large: {whole}", param=PARAM)
-    return InvalidRequest(f"the grammar is wrong: {whole}", param=PARAM)
+        return GrammarTooLarge(f"{name} is too large: {whole}", param=PARAM)
+    return InvalidRequest(f"{name} is wrong: {whole}", param=PARAM)

@@ -48,7 +48,7 @@ def ignored_part(expression: str) -> str | None:
     tokens = TOKENS.findall(expression)
     in_class = False
     for index, token in enumerate(tokens):
-        if len(token) == 2 and token[0] == "\\" and token[1].isalpha() and token[1] not in ESCAPES:
+        if token == "\\" or (len(token) == 2 and token[0] == "\\" and token[1].isalpha() and token[1] not in ESCAPES):
             return str(token)
         if in_class:
             in_class = token != "]"

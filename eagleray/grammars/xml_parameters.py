@@ -189,7 +189,7 @@ def _check(schema: Schema) -> None:
     """Raise `InvalidRequest` for a schema that is wrong, or that JSON could not follow."""
     grammar = LLMatcher.grammar_from_json_schema(prepare_schema(json.dumps(schema), ""))
     if message := LLMatcher.validate_grammar(grammar):
-        raise refusal(message)
+        raise refusal(message, "json_schema")
 
 
 def _whole_pattern(pattern: str) -> str:

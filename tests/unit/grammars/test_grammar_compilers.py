@@ -10,7 +10,7 @@ from eagleray.grammars.compilers import FallbackCompiler, check_backend
 from eagleray.grammars.llguidance_compiler import LLGuidanceCompiler
 from eagleray.grammars.llguidance_errors import GrammarTooLarge, refusal
 from eagleray.grammars.matcher import mask_words
-from eagleray.messages.grammars import Grammar
+from eagleray.messages.grammars import Grammar, GrammarKind
 
 GRAMMAR = Grammar(kind="regex", source="a")
 
@@ -66,6 +66,29 @@ def test_fallback_compiler_grammar_beyond_a_limit_is_not_tried_again(message: st
     assert isinstance(error, GrammarTooLarge)
     with pytest.raises(GrammarTooLarge):
         FallbackCompiler(FakeCompiler(error), pytest.fail, check_second=accept).compile(GRAMMAR)
+
+
+REFUSALS: list[tuple[GrammarKind, str, str]] = [
+    ("regex", "a[b", "is wrong or not supported: unclosed character class in a.b$"),
+    ("regex", "1 | (" + "a" * 400, r"unclosed group in 1 \| \(a{95}$"),
+    ("regex", "a\\", "the regular expression is wrong: .* lone backslash$"),
+    ("regex", "a" * (2**18 + 1), "^the regular expression has more than"),
+    ("json_schema", '{"pattern": "["}', "is wrong or not supported: unclosed character class in .$"),
+    ("json_schema", '{"properties": []}', "^the JSON schema is wrong: properties must be an object$"),
+    ("json_schema", '{"type": "int"}', "`type` int, which does not exist; there are object, array"),
+    ("ebnf", 'start: "a" start', "^the grammar is too large: .*lexemes$"),
+    ("structural_tag", '{"format": {"type": "regex", "pattern": "a\\\\"}}', "^the structural tag is wrong: .* lone"),
+]
+
+
+def test_llguidance_refusals_are_sentences_about_what_the_user_wrote():
+    words = Words.make()
+    compiler = LLGuidanceCompiler(
+        words.tokenizer.to_str(), vocab_size=words.tokenizer.get_vocab_size(), eos_token_ids=[words.eos]
+    )
+    for kind, source, sentence in REFUSALS:
+        with pytest.raises(InvalidRequest, match=sentence):
+            compiler.compile(Grammar(kind=kind, source=source))
 
 
 def test_fallback_compiler_does_not_load_a_library_for_what_it_refuses_by_itself():

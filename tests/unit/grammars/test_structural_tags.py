@@ -318,7 +318,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a tag without a trigger": (calls(triggers=["<tool"]), "exactly one of the triggers"),
     "a tag with two triggers": (calls(triggers=["<f", "<function"]), "exactly one of the triggers"),
     "an unknown token": ({"type": "token", "token": "<|none|>"}, "none of the special tokens"),
-    "a wrong regular expression": ({"type": "regex", "pattern": "("}, "invalid regex"),
+    "a wrong regular expression": ({"type": "regex", "pattern": "("}, "unclosed group in ("),
     "XML without an object": ({"type": "json_schema", "json_schema": {"type": "array"}, "style": "qwen_xml"}, "object"),
     "XML with unsupported keywords": (xml("qwen_xml", {}, [], minProperties=1), "minProperties"),
     "XML with an unknown reference": (xml("glm_xml", {"a": {"$ref": "#/$defs/a"}}, []), "does not exist"),

@@ -43,6 +43,7 @@ def test_check_enforced_accepts_schemas_that_xgrammar_follows(schema: Any):
         ({"type": "string", "pattern": "(?<=a)b"}, ["pattern"]),
         ({"type": "string", "pattern": "(?i)a"}, ["pattern"]),
         ({"type": "string", "pattern": r"a\Z"}, ["pattern"]),
+        ({"type": "string", "pattern": "a\\"}, ["pattern"]),
         ({"type": "string", "format": "date"}, ["format"]),
         ({"type": "object", "minProperties": 2}, ["minProperties above 1"]),
         ({"type": "object", "properties": {"a": {}}}, ["additionalProperties other than false"]),
