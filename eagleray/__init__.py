@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from eagleray.llm import LLM
     from eagleray.lora import LoRARequest
     from eagleray.messages.sampling import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+    from eagleray.messages.structured_outputs import StructuredOutputsParams
     from eagleray.prompts import PromptType, TextPrompt, TokensPrompt
     from eagleray.row_errors import RequestError
 
@@ -32,6 +33,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -52,6 +54,7 @@ MODULES = {
     "RequestOutput": "client.outputs",
     "RequestOutputKind": "messages.sampling",
     "SamplingParams": "messages.sampling",
+    "StructuredOutputsParams": "messages.structured_outputs",
     "PromptType": "prompts",
     "TextPrompt": "prompts",
     "TokensPrompt": "prompts",

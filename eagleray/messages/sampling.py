@@ -255,6 +255,9 @@ def _check(params: SamplingParams) -> None:
         _require(-MAX_SEED <= params.seed <= MAX_SEED, "seed", params.seed, "a 64-bit integer")
     if params.max_tokens is not None:
         _require(params.min_tokens <= params.max_tokens, "min_tokens", params.min_tokens, "at most max_tokens")
+    constraint = params.structured_outputs
+    is_constraint = constraint is None or isinstance(constraint, StructuredOutputsParams)
+    _require(is_constraint, "structured_outputs", constraint, "a StructuredOutputsParams or a dictionary of its fields")
     _check_lists(params)
     kept = params.kept_special_token_ids or ()
     are_ids = all(isinstance(token_id, int) for token_id in kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import re
 from typing import Any
 
 import msgspec
@@ -63,7 +64,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
         except msgspec.ValidationError as error:
             if isinstance(error.__cause__, InvalidRequest):
                 raise error.__cause__ from None
-            raise InvalidRequest(f"`{PARAM}` is wrong: {error}", param=PARAM) from None
+            raise _wrong_fields(str(error)) from None
 
     def to_grammar(
         self, default_whitespace: str = DEFAULT_WHITESPACE, *, disable_additional_properties: bool = False
@@ -92,6 +93,16 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
             return "ebnf", self.grammar
         assert self.structural_tag is not None
         return "structural_tag", self.structural_tag
+
+
+def _wrong_fields(message: str) -> InvalidRequest:
+    """Return the error for fields of which msgspec says that they are wrong."""
+    what, _, path = message.partition(" - at `$")
+    if found := re.match("Object contains unknown field `(.*)`", what):
+        names = ", ".join(StructuredOutputsParams.__struct_fields__)
+        return InvalidRequest(f"`{PARAM}` has no field {found[1]!r:.60}; it has {names}", param=PARAM)
+    name = PARAM + path.rstrip("`")
+    return InvalidRequest(f"`{name}`: {what[:1].lower()}{what[1:]}", param=name)
 
 
 def _schema_text(schema: dict[str, Any] | bool) -> str:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
-from eagleray import RequestOutputKind, SamplingParams
+from eagleray import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import (
     MAX_BAD_WORD_CHARS,
@@ -55,6 +56,8 @@ VLLM_FIELDS = """n presence_penalty frequency_penalty repetition_penalty tempera
         ("stream_interval", 0),
         ("prompt_logprob_start", -1),
         ("structured_outputs", {"json": {}, "regex": "a"}),
+        ("structured_outputs", {"choices": ["a"]}),
+        ("structured_outputs", "yes"),
         ("thinking_token_budget", -2),
         ("thinking_token_budget", True),
         ("repetition_detection", {"min_size": 2}),
@@ -75,6 +78,19 @@ def test_sampling_params_invalid_value_names_field(field, value):
     with pytest.raises(InvalidRequest, match=f"`{field}`") as raised:
         SamplingParams(**{field: value})
     assert raised.value.param == field
+
+
+@pytest.mark.parametrize(("choice", "name"), [("yes", "choice"), (["yes", 1], "choice[1]")])
+def test_sampling_params_constraint_with_a_wrong_value_names_its_place(choice, name):
+    with pytest.raises(InvalidRequest, match=re.escape(f"`structured_outputs.{name}`: expected")) as raised:
+        SamplingParams(structured_outputs={"choice": choice})
+    assert raised.value.param == f"structured_outputs.{name}"
+
+
+def test_sampling_params_constraint_may_be_an_object_or_its_fields():
+    constraint = StructuredOutputsParams(choice=["yes", "no"])
+    assert SamplingParams(structured_outputs={"choice": ["yes", "no"]}).structured_outputs == constraint
+    assert SamplingParams(structured_outputs=constraint).structured_outputs is constraint
 
 
 @pytest.mark.parametrize(
