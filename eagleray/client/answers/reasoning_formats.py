@@ -118,18 +118,28 @@ def reasoning_config(model: ModelConfig) -> ReasoningConfig:
 
 
 def choose_reasoning_format(model: ModelConfig, template: str) -> ReasoningFormat | None:
-    """Return the format that the options name, or else that of the chat template. Raises `ConfigError`."""
+    """Return the format that the options name, or else that of the chat template. Raises `ConfigError`, also for
+    markers in `reasoning_config` without a format that has them."""
     config = reasoning_config(model)
     name = model.reasoning_parser
     if name == "auto":
         name = config.reasoning_parser or name
     match name:
         case "auto":
-            return find_reasoning_format(template)
+            found = find_reasoning_format(template)
         case "none" | "":
-            return None
+            found = None
         case _:
-            return reasoning_format(name)
+            found = reasoning_format(name)
+    if found is None and (config.reasoning_start_str or config.reasoning_end_str):
+        reason = (
+            "the chat template shows no reasoning of a known format" if name == "auto" else "reasoning is not split"
+        )
+        raise ConfigError(
+            f"option `reasoning_config`: its markers have no effect, because {reason}: name a format by the option "
+            "`reasoning_parser`, or leave them out"
+        )
+    return found
 
 
 def find_reasoning_format(template: str) -> ReasoningFormat | None:

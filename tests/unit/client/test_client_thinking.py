@@ -178,12 +178,20 @@ def test_budget_with_given_tokens_is_refused():
         ({"reasoning_parser": ""}, "<|im_start|></think>", None),
         ({"reasoning_parser": "mistral"}, "", "mistral"),
         ({"reasoning_config": {"reasoning_parser": "glm45"}}, "", "glm45"),
+        ({"reasoning_config": {"reasoning_end_str": "x</think>"}}, "<|im_start|></think>", "qwen3"),
         ({"reasoning_parser": "step3", "reasoning_config": {"reasoning_parser": "glm45"}}, "", "deepseek_r1"),
     ],
 )
 def test_options_choose_the_format(options, template, name):
     found = choose_reasoning_format(ModelConfig(**options), template)
     assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(("parser", "reason"), [("auto", "the chat template shows no"), ("none", "is not split")])
+def test_markers_without_a_format_that_has_them_are_refused(parser, reason):
+    model = ModelConfig(reasoning_parser=parser, reasoning_config={"reasoning_end_str": "x</think>"})
+    with pytest.raises(ConfigError, match=f"option `reasoning_config`: .*{reason}.*`reasoning_parser`"):
+        choose_reasoning_format(model, "")
 
 
 @pytest.mark.parametrize(
