@@ -44,9 +44,6 @@ def refused(feature: Feature, *off: Any, equal_to: str = "") -> Fate:
     return Fate("refuse", off, feature, equal_to)
 
 
-STRUCTURED_OUTPUTS = Feature(
-    "structured outputs by this name", "use `response_format` or `structured_outputs` of /v1/chat/completions"
-)
 BEAM_SEARCH = Feature("beam search", "leave it out; `n` with a temperature gives several completions")
 BEST_OF = Feature("a choice of the best of several completions", "give it the value of `n`, or leave it out")
 SEVERAL_ANSWERS = Feature("several answers", "send several requests, or use /v1/chat/completions")
@@ -68,6 +65,10 @@ PROCESSORS = Feature("logits processors of requests", "leave it out; `logit_bias
 REPETITION = Feature("detection of repetitions", "leave it out; `repetition_penalty` makes them less likely")
 WATERMARK = Feature("watermarks", "leave it out")
 ADAPTER = Feature("adapters by this name", "give the adapter's name as `model`")
+EXTRA_BODY = Feature(
+    "fields within this one",
+    "write them beside the other fields of the body, as OpenAI's Python client does with its argument of this name",
+)
 CONTEXT_SIZE = Feature("a context size of requests", "leave it out; the option `--max-model-len` sets it")
 GIVEN_TOKENS = Feature(
     "tokens given in advance on this route", "send them in `sampling_params` of /inference/v1/generate"
@@ -83,20 +84,29 @@ def _other_sampling(kind: str) -> Feature:
     return Feature(kind, "leave it out and use `temperature`, `top_p`, `top_k` or `min_p`")
 
 
-UNCONSTRAINED: Mapping[str, Fate] = {
-    "response_format": refused(STRUCTURED_OUTPUTS, {"type": "text"}),
-    **dict.fromkeys(
-        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        refused(STRUCTURED_OUTPUTS),
-    ),
-    "guided_whitespace_pattern": ACCEPTED,
-}
-"""Constraints of answers, on routes without `ConstraintFields`."""
+def _other_constraints(advice: str) -> Mapping[str, Fate]:
+    """Return the fates of the fields by which other engines constrain answers."""
+    feature = Feature("structured outputs by this name", advice)
+    return dict.fromkeys(("regex", "ebnf", "json_schema", "grammar", "structural_tag"), refused(feature, ""))
+
+
+def unconstrained(advice: str) -> Mapping[str, Fate]:
+    """Return the fates of constraints on a route without `ConstraintFields`. `advice` names the field to use."""
+    feature = Feature("structured outputs by this name", advice)
+    return {
+        **_other_constraints(advice),
+        "response_format": refused(feature, {"type": "text"}),
+        **dict.fromkeys(
+            ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), refused(feature)
+        ),
+        "guided_whitespace_pattern": ACCEPTED,
+    }
+
 
 # Fields of other engines that change the tokens: whoever sends them would get other answers than expected.
 OTHER_ENGINES: Mapping[str, Fate] = {
     "guided_decoding_backend": ACCEPTED,
-    **dict.fromkeys(("regex", "ebnf", "json_schema", "grammar", "structural_tag"), refused(STRUCTURED_OUTPUTS, "")),
+    **_other_constraints("use `response_format` or `structured_outputs`"),
     "stop_regex": refused(STOP_REGEX, "", []),
     "lora_path": refused(ADAPTER),
     "custom_logit_processor": refused(PROCESSORS),
@@ -120,6 +130,7 @@ OTHER_ENGINES: Mapping[str, Fate] = {
 
 COMMON: Mapping[str, Fate] = {
     **OTHER_ENGINES,
+    "extra_body": refused(EXTRA_BODY, {}),
     "best_of": refused(BEST_OF, 1, equal_to="n"),
     "use_beam_search": refused(BEAM_SEARCH, False),
     "length_penalty": refused(BEAM_SEARCH, 1.0),
@@ -179,6 +190,9 @@ CHAT_FATES: Mapping[str, Fate] = {
 """Table of /v1/chat/completions."""
 
 
+CONSTRAINED_BY_VLLM: Mapping[str, Fate] = {
+    name: fate for name, fate in unconstrained("use `structured_outputs`").items() if name != "structured_outputs"
+}
 TEXT_PROMPTS = Feature("texts on this route", "send `token_ids`, or a text to /v1/completions")
 
 GENERATE_FATES: Mapping[str, Fate] = {
@@ -202,7 +216,7 @@ GENERATE_FATES: Mapping[str, Fate] = {
     "sampling_params.best_of": refused(BEST_OF, 1, equal_to="n"),
     "sampling_params.use_beam_search": refused(BEAM_SEARCH, False),
     "sampling_params.length_penalty": refused(BEAM_SEARCH, 1.0),
-    **{f"sampling_params.{name}": fate for name, fate in UNCONSTRAINED.items() if name != "structured_outputs"},
+    **{f"sampling_params.{name}": fate for name, fate in CONSTRAINED_BY_VLLM.items()},
     # written by vLLM's own class
     **dict.fromkeys(
         (f"sampling_params.structured_outputs.{name}" for name in ("_backend", "_backend_was_auto")), ACCEPTED

@@ -166,10 +166,14 @@ class _FieldReader:
     def _convert(self, value: Any, kind: inspect.Type, annotation: Any, path: str) -> Any:
         struct = _struct_of(kind)
         if struct is not None and isinstance(value, dict):
+            num_wrong, num_ignored = len(self._wrong), len(self.ignored.names)
             try:
                 return self.read_struct(struct, value, f"{path}.")
-            except InvalidRequest as error:  # fields that contradict each other
-                self._wrong.append(InvalidRequest(str(error), param=path))
+            except InvalidRequest as error:  # fields that contradict each other, or of which one is missing
+                if len(self._wrong) == num_wrong:
+                    unknown = " and ".join(f"`{name}`" for name in self.ignored.names[num_ignored:])
+                    hint = f"; unknown here: {unknown}" if unknown else ""
+                    self._wrong.append(InvalidRequest(f"{error}{hint}", param=path))
                 return None
         try:
             try:

@@ -31,6 +31,8 @@ class ToolForm(NamedTuple):
     """Whether the function is an object of its own in the tool, as it is for chat templates."""
     types: tuple[str | None, ...]
     """Types of tools that are functions."""
+    example: str
+    """A tool, for errors."""
     schema: str = "parameters"
     """Name of the schema of the arguments."""
 
@@ -42,11 +44,19 @@ class ToolForm(NamedTuple):
         return {"type": "function", "function": {names[name]: value for name, value in one.items() if name in names}}
 
 
-CHAT_TOOLS = ToolForm(is_nested=True, types=("function", None))
+CHAT_TOOLS = ToolForm(
+    is_nested=True,
+    types=("function", None),
+    example='{"type": "function", "function": {"name": …, "parameters": …}}',
+)
 """Tools of /v1/chat/completions and of `LLM.chat`."""
-RESPONSES_TOOLS = ToolForm(is_nested=False, types=("function",))
+RESPONSES_TOOLS = ToolForm(
+    is_nested=False, types=("function",), example='{"type": "function", "name": …, "parameters": …}'
+)
 """Tools of /v1/responses."""
-ANTHROPIC_TOOLS = ToolForm(is_nested=False, types=("custom", None), schema="input_schema")
+ANTHROPIC_TOOLS = ToolForm(
+    is_nested=False, types=("custom", None), example='{"name": …, "input_schema": …}', schema="input_schema"
+)
 """Tools of /v1/messages."""
 
 
@@ -76,16 +86,22 @@ class RequestedTools(NamedTuple):
 
 def read_tools(given: Sequence[Any] | None, form: ToolForm) -> OfferedTools:
     """Return the tools of a request. Raises `InvalidRequest`."""
+    if given is not None and not isinstance(given, Sequence):
+        raise wrong_entry("tools", f"must be a list, but it is {given!r:.60}")
     tools: dict[str, Tool] = {}
     for index, one in enumerate(given or ()):
         path = f"tools[{index}]"
         if not isinstance(one, Mapping):
             raise wrong_entry(path, f"must be an object, but it is {one!r:.60}")
         if one.get("type") not in form.types:
-            types = " or ".join("no `type`" if kind is None else f"`type` {kind}" for kind in form.types)
             raise wrong_entry(
-                f"{path}.type", f"is {one.get('type')!r:.60}, but the only tools here are functions, which have {types}"
+                f"{path}.type",
+                f"is {one.get('type')!r:.60}, but the only tools here are functions of the form {form.example}",
             )
+        if form.is_nested and "function" not in one:
+            raise wrong_entry(f"{path}.function", f"is missing: a tool of this API is {form.example}")
+        if not form.is_nested and "function" in one and "name" not in one:
+            raise wrong_entry(f"{path}.name", f"is missing: a tool of this API is {form.example}")
         function, path = _function(one, path) if form.is_nested else (one, path)
         tool = _read_tool(function, path, form.schema)
         if tool.name in tools:
@@ -127,7 +143,9 @@ def _object_schema(schema: Any, path: str) -> dict[str, Any]:
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        raise wrong_entry(path, "must be the JSON schema of an object, of the type object")
+        raise wrong_entry(
+            path, f'must be the JSON schema of an object, {{"type": "object", …}}, but it is {schema!r:.60}'
+        )
     return dict(schema) if REFERRING.intersection(schema) else {"type": "object", **schema}
 
 
@@ -160,8 +178,9 @@ def choose_tool(offered: OfferedTools, name: str, path: str, *, is_parallel: boo
 
 def _check_offered(offered: Collection[str], name: str, path: str) -> None:
     if name not in offered:
-        there = f"there are {', '.join(offered):.500}" if offered else "there are none"
-        raise wrong_entry(path, f"is {name!r:.150}, which is none of the `tools`; {there}")
+        if not offered:
+            raise wrong_entry(path, f"is {name!r:.150}, but the request has no `tools`")
+        raise wrong_entry(path, f"is {name!r:.150}, which is none of the `tools`: {', '.join(offered):.500}")
 
 
 def _name_of(entry: Any, path: str) -> tuple[str, str]:
@@ -183,7 +202,7 @@ def _allowed(offered: OfferedTools, choice: Mapping[str, Any]) -> tuple[Any, Off
     if mode not in ("auto", "required"):
         raise wrong_entry(f"{path}.mode", f"must be auto or required, but it is {mode!r:.60}")
     if not isinstance(allowed, list) or not allowed:
-        raise wrong_entry(f"{path}.tools", "must be a list of functions")
+        raise wrong_entry(f"{path}.tools", "must be a list of at least one function")
     offered_names, names = offered.names, set()
     for index, entry in enumerate(allowed):
         name, where = _name_of(entry, f"{path}.tools[{index}]")

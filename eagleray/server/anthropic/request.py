@@ -16,11 +16,11 @@ from eagleray.server.field_fates import (
     COMMON,
     NO_REASONING,
     SEVERAL_ANSWERS,
-    UNCONSTRAINED,
     Fate,
     Feature,
     ignored,
     refused,
+    unconstrained,
 )
 from eagleray.server.fields import CacheSalt, ModelName, Priority, RequestId, SessionId, Temperature, Timeout, TopK
 
@@ -103,7 +103,7 @@ COUNT_FATES: Mapping[str, Fate] = {
 MESSAGES_FATES: Mapping[str, Fate] = {
     **COMMON,
     **NO_REASONING,
-    **UNCONSTRAINED,
+    **unconstrained("use `output_config.format`"),
     **COUNT_FATES,
     "service_tier": ignored("auto", "standard_only"),
     "stop": refused(OPENAI_STOP, []),

@@ -72,7 +72,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex and choice"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least one text"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]", "int"),
-    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "none of them"),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs",
+     "none of them; unknown here: `structured_outputs.regexp`"),
+    ({"extra_body": {"guided_regex": "a"}}, "extra_body", "write them beside the other fields"),
     ({"structured_outputs": {"json": "{", "disable_additional_properties": True}},
      "structured_outputs", "not valid JSON"),
     ({"guided_whitespace_pattern": " ", "response_format": {"type": "json_object"}},
@@ -91,6 +93,7 @@ def test_constraint_field_that_is_wrong_is_refused_by_its_name(api, path):
         assert response.status_code == 400, fields
         error = response.json()["error"]
         assert error["param"] == param and reason in error["message"], fields
+        assert "expected" not in error["message"] or "none of them" not in error["message"]
 
 
 REFUSED = {

@@ -18,10 +18,10 @@ from eagleray.server.field_fates import (
     JOINED_REASONING,
     MEDIA,
     SEVERAL_ANSWERS,
-    UNCONSTRAINED,
     Fate,
     Feature,
     refused,
+    unconstrained,
 )
 from eagleray.server.fields import (
     CacheSalt,
@@ -183,7 +183,11 @@ RESPONSES_FATES: Mapping[str, Fate] = {
     **COMMON,
     "separate_reasoning": refused(JOINED_REASONING, True),
     **_INPUT_FATES,
-    **{name: fate for name, fate in UNCONSTRAINED.items() if name != "structured_outputs"},
+    **{
+        name: fate
+        for name, fate in unconstrained("use `text.format` or `structured_outputs`").items()
+        if name != "structured_outputs"
+    },
     "response_format": refused(_renamed("text.format"), {"type": "text"}),
     "background": refused(BACKGROUND, False),
     "prompt": refused(PROMPT_TEMPLATES),
