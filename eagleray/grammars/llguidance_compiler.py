@@ -80,9 +80,11 @@ class LLGuidanceCompiler:
         placed = schemas_in(parse_structural_tag(grammar.source, PARAM))
         told_apart = (one for one in placed if one.before or one.form.param)
         for before, form in itertools.islice(told_apart, MAX_TRIED_SCHEMAS):
-            source = msgspec.json.encode(StructuralTag(form)).decode()
+            # As a schema alone it is refused by a shorter message.
+            kind: GrammarKind = "json_schema" if form.style == "json" else "structural_tag"
+            source = msgspec.json.encode(form.json_schema if form.style == "json" else StructuralTag(form)).decode()
             try:
-                self._compile(Grammar(kind="structural_tag", source=source, whitespace=grammar.whitespace))
+                self._compile(Grammar(kind=kind, source=source, whitespace=grammar.whitespace))
             except InvalidRequest as error:
                 if form.param:
                     return error if error.param == form.param else name_field(error, form.param)

@@ -9,7 +9,7 @@ from eagleray.messages.grammars import PARAM, GrammarKind
 
 SENTENCES = (
     (
-        r"Unimplemented keys: \[(?P<keys>.*)\]",
+        r"Unimplemented keys: \[(?P<keys>[^\]]*)\]",
         "the JSON schema has keywords that are not supported: {keys}; leave them out, or check them after the answer "
         "has come",
     ),
