@@ -40,7 +40,7 @@ import chaos_ray
 from chaos_faults import FaultInjector
 from chaos_hosts import Cluster
 from chaos_leaks import Leaks
-from chaos_load import ChaosOutcome, ChaosRequest, find_differences, make_requests, run_load
+from chaos_load import ChaosOutcome, ChaosRequest, find_broken_constraints, find_differences, make_requests, run_load
 from chaos_report import SHOWN, ChaosReport, show_report, wait_percentiles
 from chaos_server import CONTROL_STORE, RAYLET, ChaosFailed, Server, Target, exit_on_sigterm
 from chaos_steering import Steering
@@ -193,6 +193,12 @@ def _load(options: argparse.Namespace, server: Server, surroundings: Surrounding
     report.blows = dict(Counter(fault.label for fault in injector.faults))
     report.resent = sum(outcome.num_resent for outcome in got)
     report.failures = _failures(got)
+    report.mismatches += [
+        f"request {number} ({outcome.request.kind}): {what}"
+        for number, outcome in enumerate(got)
+        if outcome.answer is not None
+        for what in find_broken_constraints(outcome.request, outcome.answer)
+    ]
     report.tokens = sum(outcome.answer.num_tokens for outcome in got if outcome.answer is not None)
     ends = [fault for fault in injector.faults if fault.ends_engine]
     for label in sorted({fault.label for fault in ends}):

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -158,9 +159,10 @@ SCHEMA = {
     "minItems": 4,
 }
 REGEX = "([a-z]{3,8} ){60,}[a-z]+[.]"
+TOOL_NAMES = ("find", "count_all")
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA["items"], "strict": True}}
-    for name in ("find", "count_all")
+    for name in TOOL_NAMES
 ]
 REASONING_START = "^"
 """Start marker of the format in `chaos_reasoning.py`."""
@@ -327,6 +329,41 @@ def find_choice_differences(expected: Choice, got: Choice) -> list[str]:
     ):
         found.append("logprobs")
     return found
+
+
+def find_broken_constraints(request: ChaosRequest, answer: ChaosAnswer) -> list[str]:
+    """Describe finished completions that do not follow the constraint of their request; empty if all do."""
+    return [
+        f"choice {index} breaks its constraint: {choice.text[-SHOWN:]!r}, calls {choice.calls}"
+        for index, choice in answer.choices.items()
+        if choice.finish_reason in ("stop", "tool_calls") and not _follows(request.body, choice)
+    ]
+
+
+def _follows(body: dict[str, Any], choice: Choice) -> bool:
+    if "response_format" in body:
+        records = _parsed(choice.text)
+        return isinstance(records, list) and len(records) >= SCHEMA["minItems"] and all(map(_is_record, records))
+    if "regex" in body.get("structured_outputs", {}):
+        return re.fullmatch(REGEX, choice.text) is not None
+    arguments = [call.removeprefix(name) for call in choice.calls for name in TOOL_NAMES if call.startswith(name)]
+    are_records = all(_is_record(_parsed(text)) for text in arguments) and len(arguments) == len(choice.calls)
+    return are_records and (bool(choice.calls) or body.get("tool_choice") != "required")
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _is_record(value: Any) -> bool:
+    """Return whether a value follows the schema of the items of `SCHEMA`."""
+    match value:
+        case {"name": str(name), "count": int(count), **others}:
+            return len(name) <= 12 and 0 <= count <= 999 and not others
+    return False
 
 
 def _first_difference(expected: list[int], got: list[int]) -> str:
