@@ -20,7 +20,7 @@ SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def deployed(model: str, *, route_prefix: str = "/", **options: Any) -> Iterator[httpx.Client]:
+def deployed(model: str | None, *, route_prefix: str = "/", **options: Any) -> Iterator[httpx.Client]:
     """Deploy an application and yield a client of Serve's proxy; remove everything at the end."""
     from ray import serve  # here, because it takes seconds, and every worker of pytest imports this module
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +18,7 @@ import ray
 import ray_cluster
 from checkpoints import make_checkpoint
 from fleets import SECONDS, metrics, stream_tokens, tokens, wait_until_running, wait_until_whole
+from grammar_walks import schema_errors
 from peft_adapters import adapted_logits, make_adapter
 from processes import children_of
 from ray.util.placement_group import placement_group_table
@@ -56,6 +61,76 @@ def test_replica_killed_engine_resumes_the_stream_and_nothing_is_left(cluster, c
         assert http.post("/pause").status_code == 403, "a client of the proxy's host is not one of the replica's"
         there = [replica, *children_of(replica)]
     wait_until_gone(there, SECONDS)
+
+
+CITIES = {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 70, "maxItems": 70}
+PARAMETERS = {"type": "object", "properties": {"cities": CITIES}, "required": ["cities"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+
+
+@pytest.mark.slow
+def test_replica_killed_engine_resumes_schemas_calls_and_thinking(cluster):
+    """The thinking of the embedded model has characters as its markers, and begins in the prompt."""
+    plugin = Path(__file__).parents[2] / "scripts" / "chaos_reasoning.py"
+    options = {"tool_call_parser": "hermes", "reasoning_parser": "chaos", "reasoning_parser_plugin": str(plugin)}
+    messages = [{"role": "user", "content": "Which cities?"}, {"role": "assistant", "content": "^"}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    body |= {"thinking_token_budget": 50, "max_tokens": LONG, "seed": 3}
+    with deployed(None, dtype="float32", **options) as http:
+        (replica,) = replica_pids()
+        for fields in (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "cities", "schema": CITIES}}},
+            {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+        ):
+            whole = http.post("/v1/chat/completions", json=body | fields).json()["choices"][0]["message"]
+            expected = ChatAnswer().add(whole)
+            assert expected.reasoning
+            if "tools" in fields:
+                assert schema_errors(PARAMETERS, expected.arguments) == []
+            else:
+                assert schema_errors(CITIES, expected.content) == []
+            deltas = stream_chat(http, body | fields)
+            got = ChatAnswer().add(next(deltas))
+            wait_until_running(http)
+            os.kill(engine_process(replica), signal.SIGKILL)
+            for delta in deltas:
+                got.add(delta)
+            assert got == expected
+            assert wait_until_whole(http, 1)
+        assert replica_pids() == [replica]
+
+
+@dataclass
+class ChatAnswer:
+    """Message of an assistant with at most one call, put together from its deltas."""
+
+    content: str = ""
+    reasoning: str = ""
+    name: str = ""
+    arguments: str = ""
+
+    def add(self, message: dict[str, Any]) -> ChatAnswer:
+        """Add a delta, or a whole message."""
+        self.content += message.get("content") or ""
+        self.reasoning += message.get("reasoning") or ""
+        for call in message.get("tool_calls") or ():
+            self.name += call["function"].get("name") or ""
+            self.arguments += call["function"].get("arguments") or ""
+        return self
+
+
+def stream_chat(http: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the deltas of a stream of /v1/chat/completions."""
+    with http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line == "data: [DONE]":
+                return
+            if line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                yield from (choice["delta"] for choice in event["choices"])
+    raise AssertionError("the stream broke off")
 
 
 @pytest.mark.slow
