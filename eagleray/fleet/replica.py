@@ -1,233 +1,255 @@
 """A replica of the fleet: the incarnations of an engine or an API server, one after another.
 
 Every incarnation takes the same path, the first as the tenth: it is spawned, reports its address, works, exits; its
-replacement starts when nothing of it is left. Driven by the supervisor, in its event loop.
+replacement starts when nothing of it is left. Pure: owned by `FleetState`, which reacts to what the methods return.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import enum
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
-from eagleray.errors import EagleRayError
 from eagleray.fleet import timeouts
-from eagleray.fleet.launcher import OnExit, OnMessage, Spawned
+from eagleray.fleet.events import Kill, Spawn, Terminate
 from eagleray.fleet.process_exit import ProcessExit
 from eagleray.fleet.restart_policy import Restart, RestartDecision, RestartHistory
-from eagleray.identity import MemberId, next_incarnation
+from eagleray.fleet.turn import Turn
+from eagleray.identity import MemberId, next_incarnation, replica_key
 from eagleray.log import get_logger
-from eagleray.messages.failure import Ended, Failure
-from eagleray.messages.lifecycle import Bound, ChildToParent
+from eagleray.messages.failure import Failure
 
 logger = get_logger(__name__)
 
-Spawn = Callable[[MemberId, OnMessage, OnExit], Spawned]
 Decide = Callable[[RestartHistory, float | None, Failure], tuple[RestartHistory, RestartDecision]]
 
 
-class ReplicaPhase(enum.Enum):
-    STARTING = enum.auto()
-    UP = enum.auto()
-    STOPPING = enum.auto()
-    """The incarnation has failed and still runs: it may hold what its replacement needs."""
-    BACKOFF = enum.auto()
+@dataclass(frozen=True)
+class Starting:
+    ready_since: float | None = None
+    """Time since which the incarnation is ready and only waits for other engines."""
+
+
+@dataclass(frozen=True)
+class Up:
+    since: float
+
+
+class Means(enum.Enum):
+    """The means by which an incarnation was last told to exit, from the weakest to the strongest."""
+
+    STOP = "told to stop"
+    TERMINATE = "terminated"
+    KILL = "killed"
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The incarnation was told to stop, and is a member until it exits."""
+
+    means: Means
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The incarnation is no member any more. Its process still runs, and may hold what its replacement needs."""
+
+    decision: RestartDecision | None
+    """None: nothing follows, because it was told to stop."""
+    means: Means | None
+    """None: it has failed, and exits by itself."""
+
+
+@dataclass(frozen=True)
+class Backoff:
     """The incarnation has exited; its replacement starts after a delay."""
-    VACANT = enum.auto()
+
+
+@dataclass(frozen=True)
+class Vacant:
     """There is no process, and none will start."""
 
 
-class Replica:
-    """`spawn` starts an incarnation, `decide` follows its exit. `post(function, *args)` calls a function in the event
-    loop, from any thread. `on_bound(member, address)` is called in the event loop, and so is `on_failed(exit)`: at once
-    when an incarnation fails, which may be long before its process has exited."""
+ReplicaState = Starting | Up | Stopping | Ending | Backoff | Vacant
 
-    def __init__(
-        self,
-        first: MemberId,
-        *,
-        spawn: Spawn,
-        decide: Decide,
-        on_bound: Callable[[MemberId, str], None],
-        on_failed: Callable[[ProcessExit], None],
-        post: Callable[..., None],
-        start_seconds: float,
-    ) -> None:
+
+class Replica:
+    """`first` is spawned by `start`. `decide` decides what follows an exit. `start_seconds`: time limit of a start.
+
+    The timer of the replica has its key, and `FleetState` calls `pass_time` when it is due.
+    """
+
+    def __init__(self, first: MemberId, *, turn: Turn, decide: Decide, start_seconds: float) -> None:
+        self.key = replica_key(first)
         self.member = first
         """The newest incarnation."""
-        self.phase = ReplicaPhase.VACANT
-        self._exited = asyncio.Event()
-        """Set while there is no process."""
-        self._exited.set()
-        self._spawn = spawn
+        self.state: ReplicaState = Vacant()
+        self.is_closed = False
+        """Whether no further incarnation starts."""
+        self.is_stuck = False
+        """Whether the process was killed and still runs `STOP_TIMEOUT_SECONDS` later."""
+        self._turn = turn
         self._decide = decide
-        self._on_bound = on_bound
-        self._on_failed = on_failed
-        self._post = post
         self._start_seconds = start_seconds
-        self._loop = asyncio.get_running_loop()
         self._history = RestartHistory()
-        self._decision: RestartDecision | None = None
-        self._spawned: Spawned | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        """Timer of the phase: the deadline of the start or of the exit, or the delay."""
-        self._working_since: float | None = None
         self._failed_at: float | None = None
-        self._is_closed = False
 
     @property
     def expected(self) -> MemberId | None:
         """The present or next incarnation; None if there will be none."""
-        match self.phase:
-            case ReplicaPhase.STARTING | ReplicaPhase.UP:
+        match self.state:
+            case Starting() | Up() | Stopping():
                 return self.member
-            case ReplicaPhase.STOPPING if not isinstance(self._decision, Restart):
-                return None
-            case ReplicaPhase.STOPPING | ReplicaPhase.BACKOFF:
+            case Ending(Restart()) | Backoff():
                 return next_incarnation(self.member)
-            case ReplicaPhase.VACANT:
+            case _:
                 return None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the replica is up, or will never be."""
+        return isinstance(self.state, Up) or self.expected is None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there is no process, and none will start."""
+        return isinstance(self.state, Vacant)
+
+    # Commands of the fleet.
 
     def start(self) -> None:
         """Spawn `member`."""
-        member = self.member
-        self.phase = ReplicaPhase.STARTING
-        self._working_since = None
-        self._exited.clear()
-        self._set_timer(self._start_seconds, self._on_start_timeout)
-        try:
-            self._spawned = self._spawn(
-                member, partial(self._post, self._on_message, member), partial(self._post, self._on_exit, member)
-            )
-        except (OSError, EagleRayError) as error:
-            self._on_exit(member, Failure.noticed(f"it could not be started: {error}"))
+        self.state, self.is_stuck = Starting(), False
+        self._set_timer(self._start_seconds)
+        self._turn.act(Spawn(self.member))
 
-    def set_up(self) -> None:
-        """Enter UP."""
-        assert self.phase is ReplicaPhase.STARTING
-        self._set_timer(None)
-        self.phase = ReplicaPhase.UP
-        self._working_since = self._working_since or self._loop.time()
+    def set_up(self) -> bool:
+        """Record that the incarnation has started. Returns False if it had started already."""
+        if not isinstance(self.state, Starting):
+            return False
+        self._cancel_timer()
+        self.state = Up(since=self._turn.now if self.state.ready_since is None else self.state.ready_since)
+        return True
+
+    def wait_for_others(self) -> None:
+        """Drop the deadline of the start: the incarnation is ready, and only waits for other engines."""
+        if isinstance(self.state, Starting):
+            self._cancel_timer()
+            if self.state.ready_since is None:
+                self.state = Starting(ready_since=self._turn.now)
 
     def end_downtime(self) -> float | None:
         """Return the seconds since an earlier incarnation failed, once; None if none did."""
         failed_at, self._failed_at = self._failed_at, None
-        return None if failed_at is None else self._loop.time() - failed_at
-
-    def wait_for_others(self) -> None:
-        """Drop the deadline of the start: the incarnation is ready, and only waits for other engines."""
-        if self.phase is ReplicaPhase.STARTING:
-            self._set_timer(None)
-            self._working_since = self._working_since or self._loop.time()
-
-    def fail(self, cause: Failure, *, kill_now: bool = False) -> None:
-        """Enter STOPPING. The process is killed now, or if it has not exited after `STOP_TIMEOUT_SECONDS`."""
-        if self.phase not in (ReplicaPhase.STARTING, ReplicaPhase.UP):
-            return
-        now = self._loop.time()
-        uptime = None if self._working_since is None else now - self._working_since
-        self._decision = None
-        if not self._is_closed:
-            self._history, self._decision = self._decide(self._history, uptime, cause)
-        self.phase = ReplicaPhase.STOPPING
-        self._failed_at = now if self._failed_at is None else self._failed_at
-        if kill_now:
-            self._kill_and_wait()
-        else:
-            self._set_timer(timeouts.STOP_TIMEOUT_SECONDS, self._escalate)
-        self._on_failed(ProcessExit(self.member, cause, self._decision))
-
-    def kill(self) -> None:
-        """Kill the process, if there is one."""
-        if self._spawned is not None:
-            self._spawned.kill()
+        return None if failed_at is None else self._turn.now - failed_at
 
     def close(self) -> None:
         """Start no further incarnation. The present one is expected to exit from now on."""
-        self._is_closed = True
-        if self.phase in (ReplicaPhase.STARTING, ReplicaPhase.BACKOFF):
-            self._set_timer(None)
-        if self.phase is ReplicaPhase.BACKOFF:
-            self.phase = ReplicaPhase.VACANT
+        self.is_closed = True
+        if isinstance(self.state, Starting | Backoff):
+            self._cancel_timer()
+        if isinstance(self.state, Backoff):
+            self.state = Vacant()
 
-    async def stop(self, send_stop: Callable[[], None], grace: float) -> None:
-        """Send `Stop`, then SIGTERM, then SIGKILL, each when the means before has not helped in time. Returns when the
-        process has exited, or was killed and still has not."""
-        timeout = timeouts.STOP_TIMEOUT_SECONDS
-        means = [(timeout, "killed", self.kill)]
-        if self.phase is ReplicaPhase.UP:
-            send_stop()
-            means.insert(0, (grace + timeout, "terminated", self._terminate))
-        elif self.phase is ReplicaPhase.STARTING:  # it may not read its inbox yet
-            self._terminate()
-        for seconds, name, stronger in means:
-            if await self._wait_for_exit(seconds):
-                return
-            logger.warning("%s did not exit within %.0f s of being told to: it is %s", self.member.label, seconds, name)
-            stronger()
-        await self._wait_for_exit(timeout)
+    def stop(self, grace: float) -> bool:
+        """Have the process exit, by stronger means when the weaker ones have not helped in time. Returns whether `Stop`
+        with this grace is to be sent, for the means to begin with."""
+        assert self.is_closed
+        match self.state:
+            case Up():
+                self.state = Stopping(Means.STOP)
+                self._set_timer(grace + timeouts.STOP_TIMEOUT_SECONDS)
+                return True
+            case Starting():  # it may not read its inbox yet
+                self._strengthen(Means.TERMINATE)
+            case Ending():
+                self._set_timer(timeouts.STOP_TIMEOUT_SECONDS)
+        return False
 
-    def _terminate(self) -> None:
-        if self._spawned is not None:
-            self._spawned.terminate()
+    def kill(self) -> None:
+        """Kill the process, if there is one."""
+        if not isinstance(self.state, Backoff | Vacant):
+            self._turn.act(Kill(self.member))
 
-    async def _wait_for_exit(self, seconds: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._exited.wait()
-        return self._exited.is_set()
+    # Events.
 
-    def _on_message(self, member: MemberId, message: ChildToParent) -> None:
-        if member != self.member or self.phase not in (ReplicaPhase.STARTING, ReplicaPhase.UP):
-            return
-        match message:
-            case Bound(_, address):
-                self._on_bound(member, address)
-            case Ended(_, cause):
-                self.fail(cause)
+    def fail(self, cause: Failure, *, kills: bool = False) -> ProcessExit | None:
+        """End the incarnation. Its process is killed, now or if it has not exited after `STOP_TIMEOUT_SECONDS`.
 
-    def _on_exit(self, member: MemberId, cause: Failure) -> None:
-        self._spawned = None
-        self.fail(cause)
-        self._set_timer(None)
-        self._exited.set()
-        if isinstance(self._decision, Restart) and not self._is_closed:
-            self.phase = ReplicaPhase.BACKOFF
-            self._set_timer(self._decision.delay, self._start_replacement)
+        Returns None if it has ended already.
+        """
+        now = self._turn.now
+        match self.state:
+            case Starting(ready_since=since) | Up(since):
+                means = None
+            case Stopping(means):
+                since = None
+            case _:
+                return None
+        decision: RestartDecision | None = None
+        if not self.is_closed:
+            self._history, decision = self._decide(self._history, None if since is None else now - since, cause)
+        self._failed_at = now if self._failed_at is None else self._failed_at
+        self.state = Ending(decision, means)
+        if kills:
+            self._strengthen(Means.KILL)
+        elif means is None:
+            self._set_timer(timeouts.STOP_TIMEOUT_SECONDS)
+        return ProcessExit(self.member, cause, decision)
+
+    def on_exit(self, cause: Failure) -> ProcessExit | None:
+        """Handle the exit of the process. Returns None if it was no member any more."""
+        ended = self.fail(cause)
+        self._cancel_timer()
+        self.is_stuck = False
+        if isinstance(self.state, Ending) and isinstance(self.state.decision, Restart) and not self.is_closed:
+            delay = self.state.decision.delay
+            self.state = Backoff()
+            self._set_timer(delay)
         else:
-            self.phase = ReplicaPhase.VACANT
+            self.state = Vacant()
+        return ended
 
-    def _start_replacement(self) -> None:
-        self.member = next_incarnation(self.member)
-        self.start()
+    def pass_time(self) -> ProcessExit | None:
+        """Handle the timer. Returns the exit of an incarnation that took too long to start."""
+        match self.state:
+            case Starting():
+                reason = f"it had not started after {self._start_seconds:.0f} s (option `startup_timeout`)"
+                return self.fail(Failure.noticed(reason), kills=True)
+            case Backoff():
+                self.member = next_incarnation(self.member)
+                self.start()
+            case Stopping(Means.STOP):
+                self._warn_and_strengthen(Means.TERMINATE, "of being told to")
+            case Stopping(Means.TERMINATE) | Ending(_, Means.STOP | Means.TERMINATE):
+                self._warn_and_strengthen(Means.KILL, "of being told to")
+            case Ending(_, None):
+                self._warn_and_strengthen(Means.KILL, "of its failure")
+            case Stopping(Means.KILL) | Ending(_, Means.KILL):
+                self._warn_that_it_runs()
+        return None
 
-    def _on_start_timeout(self) -> None:
-        reason = f"it had not started after {self._start_seconds:.0f} s (option `startup_timeout`)"
-        self.fail(Failure.noticed(reason), kill_now=True)
-
-    def _escalate(self) -> None:
+    def _warn_and_strengthen(self, means: Means, since: str) -> None:
         seconds = timeouts.STOP_TIMEOUT_SECONDS
-        logger.warning("%s has not exited within %.0f s of its failure: it is killed", self.member.label, seconds)
-        self._kill_and_wait()
+        logger.warning("%s has not exited within %.0f s %s: it is %s", self.member.label, seconds, since, means.value)
+        self._strengthen(means)
 
-    def _kill_and_wait(self) -> None:
-        self.kill()
-        self._set_timer(timeouts.STOP_TIMEOUT_SECONDS, self._warn_still_running)
+    def _strengthen(self, means: Means) -> None:
+        """Use the next means, and wait for its effect."""
+        self._turn.act(Kill(self.member) if means is Means.KILL else Terminate(self.member))
+        decision = self.state.decision if isinstance(self.state, Ending) else None
+        self.state = Ending(decision, means) if isinstance(self.state, Ending) else Stopping(means)
+        self._set_timer(timeouts.STOP_TIMEOUT_SECONDS)
 
-    def _warn_still_running(self) -> None:
+    def _warn_that_it_runs(self) -> None:
+        then = "" if self.is_closed else "; its replacement starts when it has exited"
         seconds = timeouts.STOP_TIMEOUT_SECONDS
-        logger.warning(
-            "%s still runs %.0f s after it was killed; its replacement starts when it has exited",
-            self.member.label,
-            seconds,
-        )
-        self._kill_and_wait()
+        logger.warning("%s still runs %.0f s after it was killed%s", self.member.label, seconds, then)
+        self.is_stuck = True
+        self._strengthen(Means.KILL)
 
-    def _set_timer(self, seconds: float | None, function: Callable[[], None] | None = None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if seconds is not None and function is not None:
-            self._timer = self._loop.call_later(seconds, function)
+    def _set_timer(self, seconds: float) -> None:
+        self._turn.timers.set(self.key, self._turn.now + seconds)
+
+    def _cancel_timer(self) -> None:
+        self._turn.timers.cancel(self.key)

@@ -1,4 +1,4 @@
 """Control of an instance: pauses, sleep and weight updates, one operation at a time, on all engines.
 
-`machine.Control` makes the decisions; `plane.ControlPlane` sends its messages and owns its timer.
+`machine.Control` makes the decisions; `FleetState` passes it its events and carries out its effects.
 """

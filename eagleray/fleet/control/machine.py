@@ -3,7 +3,7 @@
 Pure: it is driven by events with their times (calls, replies, joins, exits, passing of time), and returns effects. Each
 operation is a generator (`operations`, `weight_update`, `adapters`); this module queues operations, passes them the
 replies that they await, and ends them at their deadlines. An operation goes on when its caller disappears. Driven by
-`ControlPlane`.
+`FleetState`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import msgspec
 
 from eagleray.config.build import build_config
 from eagleray.errors import ProcessCrashed
+from eagleray.fleet.replica import Up
 from eagleray.fleet.supervisor import Supervisor
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, MemberId
 from eagleray.messages.codec import Codec
@@ -197,7 +198,7 @@ class Fleet:
         """Attach the process and wait until it is up."""
         member = await self.bind(process)
         member.start()
-        await self.until(lambda: self.supervisor._replica_of(process.id).phase.name == "UP")
+        await self.until(lambda: isinstance(self.supervisor._state._replica_of(process.id).state, Up))
         return member
 
     async def bind(self, process: FakeProcess) -> FakeMember:

@@ -1,57 +1,95 @@
 from __future__ import annotations
 
-import asyncio
-import time
+from eagleray.fleet import timeouts
+from eagleray.fleet.events import Connect, Disconnect, Send
+from eagleray.fleet.external_clients import FIRST_INDEX, ExternalClients, is_external
+from eagleray.fleet.membership import Membership
+from eagleray.fleet.turn import LeaseTimer, Turn
+from eagleray.identity import ClientId, EngineId
+from eagleray.messages.lifecycle import Register
+from eagleray.messages.membership import Left
 
-from fleet_fakes import SECONDS, in_loop
-
-from eagleray.fleet.external_clients import FIRST_INDEX, Leases
-
-
-def opened() -> tuple[Leases, asyncio.Queue]:
-    lapsed: asyncio.Queue = asyncio.Queue()
-    return Leases("i", lambda client, seconds: lapsed.put_nowait(client)), lapsed
-
-
-@in_loop
-async def test_leases_open_two_expire_separately():
-    leases, lapsed = opened()
-    first, second = leases.open("a", 0.05), leases.open("b", 3600.0)
-    assert [first.index, second.index] == [FIRST_INDEX, FIRST_INDEX + 1]
-    assert (leases.find("a"), leases.find("c")) == (first, None)
-    async with asyncio.timeout(SECONDS):
-        assert await lapsed.get() == first
-    assert first not in leases
-    assert list(leases) == [second]
-    assert not leases.empty.is_set()
-    leases.close()
-    assert leases.empty.is_set()
-    assert lapsed.empty()
+FIRST, SECOND = ClientId("i", FIRST_INDEX), ClientId("i", FIRST_INDEX + 1)
 
 
-@in_loop
-async def test_leases_renew_extends():
-    leases, lapsed = opened()
-    client = leases.open("a", 0.2)
-    leases.renew(client)
-    due = leases._leases[client].due
-    await asyncio.sleep(0.01)
-    leases.renew(client)
-    assert leases._leases[client].due > due
-    async with asyncio.timeout(SECONDS):
-        await lapsed.get()
-    leases.renew(client)  # too late, and harmless
-    assert client not in leases
+def opened() -> tuple[ExternalClients, Turn]:
+    turn = Turn()
+    return ExternalClients("i", turn, Membership(turn)), turn
 
 
-@in_loop
-async def test_leases_process_was_stopped_begin_anew(monkeypatch):
-    monkeypatch.setattr("eagleray.fleet.timeouts.LATE_TIMER_SECONDS", 0.1)
-    leases, lapsed = opened()
-    client = leases.open("a", 0.1)
-    time.sleep(0.4)  # this process was stopped
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert client in leases
-    async with asyncio.timeout(SECONDS):
-        await lapsed.get()
+def pass_time(clients: ExternalClients, turn: Turn, now: float, *, late: float = 0.0) -> list:
+    """Let the timers that are due at `now` fire, `late` seconds later. Returns the actions."""
+    turn.begin(now + late, 0.0)
+    while (timer := turn.timers.pop(now)) is not None:
+        key, due = timer
+        assert isinstance(key, LeaseTimer)
+        clients.pass_time(key.client, due)
+    return turn.end()
+
+
+def test_external_clients_two_leases_expire_separately():
+    clients, turn = opened()
+    clients.register(Register("a", 5.0))
+    clients.register(Register("b", 3600.0))
+    assert list(clients) == [FIRST, SECOND]
+    assert [action.member for action in turn.end() if isinstance(action, Connect)] == [FIRST, SECOND]
+    assert pass_time(clients, turn, 4.9) == []
+    left = Left(FIRST, "it sent no `Alive` for 5 s", returns=False)
+    assert pass_time(clients, turn, 5.0) == [
+        Send((SECOND,), left),
+        Send((FIRST,), left),
+        Disconnect(FIRST, flushes=True),
+    ]
+    assert list(clients) == [SECOND]
+    clients.clear()
+    assert len(clients) == 0
+    assert turn.timers.deadline is None
+
+
+def test_external_clients_renewed_lease_is_extended():
+    clients, turn = opened()
+    clients.register(Register("a", 5.0))
+    turn.begin(3.0, 0.0)
+    clients.renew(FIRST)
+    turn.end()
+    assert pass_time(clients, turn, 5.0) == []
+    assert pass_time(clients, turn, 8.0) != []
+    clients.renew(FIRST)  # too late, and harmless
+    assert FIRST not in clients
+
+
+def test_external_clients_supervisor_was_stopped_leases_begin_anew():
+    clients, turn = opened()
+    clients.register(Register("a", 5.0))
+    turn.end()
+    late = timeouts.LATE_TIMER_SECONDS + 1.0
+    assert pass_time(clients, turn, 5.0, late=late) == []
+    assert pass_time(clients, turn, 5.0 + late) == []
+    assert pass_time(clients, turn, 5.0 + late + 5.0) != []
+
+
+def test_external_clients_registered_again_former_identity_leaves():
+    clients, turn = opened()
+    clients.register(Register("a", 5.0))
+    turn.end()
+    clients.register(Register("a", 5.0))
+    assert list(clients) == [SECOND]
+    assert [type(action).__name__ for action in turn.end()] == ["Disconnect", "Connect"]
+
+
+def test_external_clients_not_connected_is_dropped():
+    clients, turn = opened()
+    clients.register(Register("nowhere", 5.0))
+    turn.end()
+    clients.on_not_connected(FIRST, "no such protocol")
+    clients.on_not_connected(FIRST, "no such protocol")
+    assert len(clients) == 0
+    assert turn.end() == []
+    clients.register(Register("b", float("inf")))
+    assert turn.end() == []
+
+
+def test_external_clients_are_told_from_api_servers_by_their_index():
+    assert is_external(FIRST)
+    assert not is_external(ClientId("i", 3))
+    assert not is_external(EngineId("i", 3))

@@ -7,6 +7,7 @@ from fleet_fakes import INFO, KILLED, FakeMember, fleet, in_loop, joined, left
 
 from eagleray.errors import ConfigError, EngineFailed
 from eagleray.fleet import timeouts
+from eagleray.fleet.replica import Up
 from eagleray.identity import ClientId, EngineId, next_incarnation
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import (
@@ -44,7 +45,7 @@ async def test_supervisor_start_members_receive_each_others_joined(caplog):
         assert client.attach == Attach(API_SERVER, it.address, [], client.attach.heartbeat)
         assert client.attach.heartbeat
         client.start()
-        await it.until(lambda: it.supervisor._replica_of(API_SERVER).phase.name == "UP")
+        await it.until(lambda: isinstance(it.supervisor._state._replica_of(API_SERVER).state, Up))
         first = await it.bring_up(processes[ENGINES[0]])
         assert await client.receive() == Joined(ENGINES[0], first.inbox.address, INFO)
         assert not it.supervisor.serving.is_set()
@@ -334,7 +335,7 @@ async def test_supervisor_spawn_raises_is_retried():
 async def test_supervisor_unexpected_exception_ends_instance(monkeypatch):
     async with fleet() as it:
         process = await it.launcher.next()
-        monkeypatch.setattr(it.supervisor._publisher, "attach", lambda *args, **kwargs: 1 / 0)
+        monkeypatch.setattr(it.supervisor._state, "handle", lambda *args, **kwargs: 1 / 0)
         process.report(Bound(process.id, "ipc:///nowhere"))
         with pytest.raises(EngineFailed, match="the supervisor failed: ZeroDivisionError"):
             await it.supervisor.failed
@@ -457,7 +458,7 @@ async def test_connection_monitor_broken_from_supervisor_replaces_member(short_g
         process = await it.launcher.next()
         await it.bring_up(process)
         broken = [[process.id]]
-        monkeypatch.setattr(it.supervisor._publisher, "pop_unreachable", lambda: broken.pop() if broken else [])
+        monkeypatch.setattr(it.supervisor._outbox, "pop_broken", lambda: broken.pop() if broken else [])
         await it.until(lambda: process.signals == ["kill"])
         process.end()
         assert (await it.launcher.next()).id == next_incarnation(process.id)

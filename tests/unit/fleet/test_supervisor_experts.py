@@ -8,6 +8,7 @@ import pytest
 from fleet_fakes import KILLED, FakeMember, FakeProcess, Fleet, fleet, in_loop
 
 from eagleray.fleet import timeouts
+from eagleray.fleet.replica import Up
 from eagleray.identity import EngineId, next_incarnation
 from eagleray.messages.lifecycle import ExpertsFormed, ExpertsOpened, OpenExperts
 from eagleray.messages.membership import Joined, Left
@@ -96,7 +97,7 @@ async def test_rendezvous_engine_killed_forms_next_epoch_with_replacement():
                 [ENGINES[0], next_incarnation(ENGINES[1])],
             )
         replacement.start()
-        await it.until(lambda: it.supervisor._replica_of(next_incarnation(ENGINES[1])).phase.name == "UP")
+        await it.until(lambda: isinstance(it.supervisor._state._replica_of(next_incarnation(ENGINES[1])).state, Up))
         assert processes[0].signals == []
 
 

@@ -1,0 +1,472 @@
+"""The state machine of the fleet: which engines and API servers run, what becomes of one that exits, falls silent or
+loses its connections, and when the instance serves, fails and stops.
+
+Pure: `FleetState.handle` takes an event and returns the actions that follow; `Supervisor` turns sockets, exits and
+timers into events, and actions into calls.
+
+Every process takes one path, at the first start and at every other. It is spawned, binds its inbox and reports `Bound`;
+it is sent `Attach`; it reports that it has started; `Joined` is published; when it exits, `Left` is published, and
+`restart_policy` decides whether and when `Replica` starts a replacement. A client in the supervisor's own process
+(`LLM`) is adopted with its address, an external one registers with its own; both take the path from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from eagleray.config.lora_modules import lora_modules
+from eagleray.config.resolve import expert_engines, local_ranks, served_names
+from eagleray.config.sections import Config
+from eagleray.errors import EagleRayError
+from eagleray.fleet import timeouts
+from eagleray.fleet.control.instance import (
+    Effect,
+    JoinEngine,
+    PublishState,
+    ReplaceEngine,
+    SendAnswer,
+    SendCommand,
+    SteeredInstance,
+)
+from eagleray.fleet.control.machine import Control
+from eagleray.fleet.events import (
+    Action,
+    Adopt,
+    Disconnected,
+    Event,
+    Exited,
+    FailInstance,
+    KillInstance,
+    NotConnected,
+    Serve,
+    Silent,
+    StartApiServers,
+    StartEngines,
+    StopInstance,
+    Stopped,
+    TimePassed,
+)
+from eagleray.fleet.expert_rendezvous import ExpertRendezvous
+from eagleray.fleet.external_clients import ExternalClients
+from eagleray.fleet.membership import Membership
+from eagleray.fleet.process_exit import ProcessExit
+from eagleray.fleet.replica import Replica, Starting
+from eagleray.fleet.restart_policy import EndInstance, GiveUp, RestartDecision, RestartHistory, decide_restart
+from eagleray.fleet.turn import BrokenConnectionTimer, ControlTimer, LeaseTimer, StopTimer, Turn
+from eagleray.hub.locate import model_root
+from eagleray.identity import ClientId, EngineId, MemberId, replica_key
+from eagleray.log import get_logger
+from eagleray.messages.control import CommandDone, ControlCall
+from eagleray.messages.failure import Ended, Failure
+from eagleray.messages.lifecycle import (
+    Alive,
+    Bound,
+    ClientStarted,
+    EngineStarted,
+    ExpertsFormed,
+    ExpertsOpened,
+    Knows,
+    Register,
+    Stop,
+    Unreachable,
+)
+from eagleray.messages.membership import EngineInfo, Left
+
+logger = get_logger(__name__)
+
+
+class FleetState:
+    """`instance` is the instance's name. `unix_clock` gives the Unix time of published changes."""
+
+    def __init__(self, config: Config, instance: str, *, unix_clock: Callable[[], float] = time.time) -> None:
+        self.instance = instance
+        self.is_serving = False
+        """Whether every member that was started or adopted at first has started, or was given up, and the clients know
+        the engines."""
+        self.failure: EagleRayError | None = None
+        """The error that ends this instance."""
+        self._config = config
+        self._unix_clock = unix_clock
+        self._turn = Turn()
+        self._membership = Membership(self._turn)
+        self._replicas: dict[MemberId, Replica] = {}
+        """Replicas by replica key."""
+        self._adopted: set[ClientId] = set()
+        """Clients in the supervisor's process."""
+        self._known: set[tuple[ClientId, EngineId]] = set()
+        """Pairs of a client and an engine of which it has received `Joined`; empty once the instance serves."""
+        self._external_clients = ExternalClients(instance, self._turn, self._membership)
+        self._rendezvous = ExpertRendezvous(local_ranks(config)) if expert_engines(config) > 1 else None
+        """None if engines do not share experts."""
+        self._control = _control(config, instance)
+        self._infos: dict[EngineId, EngineInfo] = {}
+        """Properties of engines that have started and not joined."""
+        self._to_replace: list[tuple[EngineId, str]] = []
+        """Engines that `Control` has given up, with the causes."""
+        self._is_closed = False
+        """Whether nothing is started any more."""
+        self._stop: Stop | None = None
+        """The message to members, while the instance stops."""
+        self._kinds_to_stop: list[type[MemberId]] = []
+        """Kinds of members whose processes are to be told to stop, when those that were told before have exited."""
+        if self._control.state.adapters:
+            self._membership.publish_state(self._control.state)
+
+    @property
+    def deadline(self) -> float | None:
+        """Time by which `handle` must be called with `TimePassed`; None if nothing waits for a time."""
+        return self._turn.timers.deadline
+
+    @property
+    def engines(self) -> set[EngineId]:
+        """Engines that are present or expected."""
+        expected = (replica.expected for replica in self._replicas.values())
+        return {engine for engine in expected if isinstance(engine, EngineId)}
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Handle an event at the time `now`, in seconds of a monotonic clock. Returns what is to be done, in order."""
+        self._turn.begin(now, self._unix_clock())
+        match event:
+            case StartEngines(ranks):
+                for rank in ranks:
+                    self._add_replica(EngineId(self.instance, rank))
+            case StartApiServers(indices):
+                for index in indices:
+                    self._add_replica(ClientId(self.instance, index))
+            case Adopt(client, address):
+                self._adopted.add(client)
+                self._attach(client, address, has_heartbeat=False)
+            case Bound(EngineId() | ClientId() as member, address):
+                self._on_bound(member, address)
+            case EngineStarted(engine):
+                if self._set_up(engine):
+                    self._on_engine_started(event)
+            case ClientStarted(client):
+                if self._set_up(client):
+                    self._join(client, None)
+            case Exited(member, cause):
+                if replica := self._replica_of(member):
+                    self._on_ended(replica.on_exit(cause))
+                    self._continue_stop()
+            case Ended(EngineId() | ClientId() as member, cause):
+                if replica := self._replica_of(member):
+                    self._on_ended(replica.fail(cause))
+            case Silent(member, seconds):
+                self._replace(member, f"it was silent for {seconds:.0f} s")
+            case Unreachable(sender, receiver):
+                self._on_broken(sender, receiver)
+            case Disconnected(member):
+                self._on_broken(member)
+            case ControlCall():
+                self._carry_out(self._control.call(event, now))
+            case CommandDone():
+                self._carry_out(self._control.on_done(event, now))
+            case ExpertsOpened():
+                self._on_experts_opened(event)
+            case Knows(client, engine):
+                if not self.is_serving:
+                    self._known.add((client, engine))
+                    self._check_serving()
+            case Register():
+                if not self._is_closed:
+                    self._external_clients.register(event)
+            case NotConnected(client, reason):
+                self._external_clients.on_not_connected(client, reason)
+            case Alive(ClientId() as client):
+                self._external_clients.renew(client)
+            case TimePassed():
+                self._pass_time()
+            case StopInstance(grace):
+                self._begin_stop(grace)
+            case KillInstance():
+                self._kill_all()
+            case Ended() | Alive() | Bound():
+                pass  # workers report to their engines, and engines send heartbeats
+        while self._to_replace:  # after the effects of the same turn, because each exit is an event of `Control`
+            self._replace(*self._to_replace.pop(0))
+        return self._turn.end()
+
+    def fail(self, error: EagleRayError, now: float) -> list[Action]:
+        """Restart nothing from now on, and send the error to the clients. For errors of the supervisor itself."""
+        self._turn.begin(now, self._unix_clock())
+        self._fail_instance(error)
+        return self._turn.end()
+
+    # Replicas
+
+    def _add_replica(self, first: MemberId) -> None:
+        execution, ray = self._config.execution, self._config.ray
+        # An actor waits for its placement before it starts.
+        is_actor = isinstance(first, EngineId) and self._config.parallel.data_parallel_backend == "ray"
+        placement_seconds = ray.ray_placement_timeout if is_actor else 0.0
+        self._replicas[first] = replica = Replica(
+            first,
+            turn=self._turn,
+            decide=partial(self._decide_restart, first),
+            start_seconds=execution.startup_timeout + placement_seconds + timeouts.START_MARGIN_SECONDS,
+        )
+        self._membership.expect(first)
+        replica.start()
+
+    def _decide_restart(
+        self, member: MemberId, history: RestartHistory, uptime: float | None, cause: Failure
+    ) -> tuple[RestartHistory, RestartDecision]:
+        is_engine, max_restarts = isinstance(member, EngineId), self._config.recovery.max_engine_restarts
+        return decide_restart(
+            history,
+            uptime=uptime,
+            cause=cause,
+            max_restarts=max_restarts if is_engine or max_restarts == 0 else None,
+            max_delay=timeouts.MAX_ENGINE_DELAY_SECONDS if is_engine else timeouts.MAX_API_SERVER_DELAY_SECONDS,
+            instance_has_served=self.is_serving,
+        )
+
+    def _replica_of(self, member: MemberId) -> Replica | None:
+        """Return the member's replica; None for members without one, and for past incarnations."""
+        replica = self._replicas.get(replica_key(member))
+        return replica if replica is not None and replica.member == member else None
+
+    def _replace(self, member: MemberId, reason: str) -> None:
+        if replica := self._replica_of(member):
+            self._on_ended(replica.fail(Failure.noticed(reason), kills=True))
+
+    def _on_ended(self, ended: ProcessExit | None) -> None:
+        """Publish that an incarnation has ended, and see what that means to the others."""
+        if ended is None:
+            return
+        left = Left(ended.member, str(ended.cause), returns=ended.is_replaced)
+        self._membership.leave(left)
+        if isinstance(ended.member, EngineId):
+            self._infos.pop(ended.member, None)
+        self._carry_out(self._control.leave(ended.member, left.cause, left.returns, self._turn.now))
+        if ended.decision is None:
+            return
+        logger.warning("%s is gone: %s; %s", ended.member.label, ended.cause, ended.next_step)
+        if ended.cause.traceback:
+            logger.warning("%s", ended.cause.traceback.rstrip())
+        if self._ends_instance(ended):
+            self._fail_instance(ended.as_exception())
+            return
+        if self._rendezvous is not None and isinstance(ended.member, EngineId):
+            self._rendezvous.remove(ended.member)
+            self._send_rendezvous()
+        self._check_serving()
+
+    def _ends_instance(self, ended: ProcessExit) -> bool:
+        """Whether the instance cannot serve without the member: the last of its kind, or an engine that shares experts
+        with the others."""
+        if isinstance(ended.decision, GiveUp):
+            is_needed = self._rendezvous is not None and isinstance(ended.member, EngineId)
+            expected = (replica.expected for replica in self._replicas.values())
+            return is_needed or not any(type(member) is type(ended.member) for member in expected)
+        return isinstance(ended.decision, EndInstance)
+
+    # Members
+
+    def _attach(self, member: MemberId, address: str, *, has_heartbeat: bool) -> None:
+        self._control.attach(member, self._turn.now)
+        self._membership.attach(member, address, has_heartbeat=has_heartbeat)
+
+    def _on_bound(self, member: MemberId, address: str) -> None:
+        replica = self._replica_of(member)
+        if replica is None or replica.expected != member or member in self._membership:
+            return
+        self._attach(member, address, has_heartbeat=True)
+        if isinstance(member, EngineId):
+            self._send_rendezvous()
+
+    def _set_up(self, member: MemberId) -> bool:
+        """Record that a member has started. Returns False if it has left, or had started already."""
+        if member not in self._membership:  # it has left, or was never attached
+            return False
+        replica = self._replica_of(member)
+        return replica is None or replica.set_up()
+
+    def _on_engine_started(self, started: EngineStarted) -> None:
+        """Have an engine join once it has the state and the weights of the instance."""
+        engine = started.engine
+        self._infos[engine] = started.info
+        self._carry_out(self._control.start(engine, started.update, self._turn.now))
+        if engine in self._infos and started.update != (required := self._control.state.update):
+            logger.info("%s has started; it serves when it has the weights of update %d", engine.label, required)
+
+    def _join(self, member: MemberId, info: EngineInfo | None) -> None:
+        replica = self._replica_of(member)
+        if replica is not None and (seconds_away := replica.end_downtime()) is not None:
+            logger.info("%s serves again after %.1f s", member.label, seconds_away)
+        elif info is not None:
+            logger.info("%s has joined", member.label)
+        self._membership.join(member, info)
+        self._check_serving()
+
+    def _check_serving(self) -> None:
+        if self.is_serving or not all(replica.is_settled for replica in self._replicas.values()):
+            return
+        members = [replica.member for replica in self._replicas.values() if replica.expected is not None]
+        engines = [member for member in members if isinstance(member, EngineId)]
+        clients = [member for member in members if isinstance(member, ClientId)]
+        if self._known.issuperset(itertools.product([*clients, *self._adopted], engines)):
+            self.is_serving = True
+            self._known.clear()
+            self._turn.act(Serve())
+
+    # Connections
+
+    def _on_broken(self, *ends: MemberId) -> None:
+        """Handle a broken connection. `ends` is (sender, receiver), or (receiver,) for a connection of the
+        supervisor.
+
+        A connection that breaks loses messages, so one of its ends has to leave. It also breaks because a process
+        exits, and that is reported soon, by the process's own sentinel: so the fleet waits a little. Members that poll
+        report it late, too.
+        """
+        due = self._turn.now + timeouts.DISCONNECT_GRACE_SECONDS
+        self._turn.timers.set(BrokenConnectionTimer(ends), due)
+
+    def _remove_one(self, ends: tuple[MemberId, ...]) -> None:
+        """Evict an external client, or else replace an engine, whose requests resume on others."""
+        if self._is_closed or not all(end in self._membership for end in ends):
+            return
+        sender = "".join(f"from {end.label} " for end in ends[:-1])
+        reason = f"the connection {sender}to {ends[-1].label} broke"
+        for end in ends:
+            if isinstance(end, ClientId) and end in self._external_clients:
+                self._external_clients.evict(end, reason)
+                return
+        self._replace(next((end for end in ends if isinstance(end, EngineId)), ends[0]), reason)
+
+    # The control calls
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendCommand(member, message) | SendAnswer(member, message):
+                    if member in self._membership:
+                        self._turn.send(message, member)
+                case PublishState(state):
+                    self._membership.publish_state(state)
+                case JoinEngine(engine):
+                    self._join(engine, self._infos.pop(engine))
+                case ReplaceEngine(engine, cause):
+                    self._to_replace.append((engine, cause))
+        if (deadline := self._control.deadline) is not None:
+            self._turn.timers.set(ControlTimer(), deadline)
+        else:
+            self._turn.timers.cancel(ControlTimer())
+
+    # The expert group
+
+    def _on_experts_opened(self, message: ExpertsOpened) -> None:
+        engine, replica = message.engine, self._replica_of(message.engine)
+        if self._rendezvous is None or replica is None or engine not in self._membership:
+            return
+        replica.wait_for_others()
+        if self._rendezvous.open(engine, message.epoch, message.opened):
+            self._send_rendezvous()
+
+    def _send_rendezvous(self) -> None:
+        """Send the state of the rendezvous to the engines: the ranks that it waits for, or the complete group."""
+        if (group := self._rendezvous) is None:
+            return
+        if group.is_complete:
+            engines = [self._membership.joined_message(engine) for engine in group.engines]
+            formed = ExpertsFormed(group.epoch, engines, group.members)
+            self._turn.send(formed, *self._membership.engines)
+        else:
+            self._turn.send(group.open_message, *self._membership.engines)
+
+    # Time
+
+    def _pass_time(self) -> None:
+        while (timer := self._turn.timers.pop(self._turn.now)) is not None:
+            match timer:
+                case EngineId() | ClientId() as key, _:
+                    self._pass_time_of(self._replicas[key])
+                case LeaseTimer(client), due:
+                    self._external_clients.pass_time(client, due)
+                case BrokenConnectionTimer(ends), _:
+                    self._remove_one(ends)
+                case ControlTimer(), _:
+                    self._carry_out(self._control.pass_time(self._turn.now))
+                case StopTimer(), _:
+                    self._external_clients.clear()
+        self._continue_stop()
+
+    def _pass_time_of(self, replica: Replica) -> None:
+        self._on_ended(replica.pass_time())
+        if isinstance(replica.state, Starting):  # a replacement
+            self._membership.expect(replica.member)
+
+    # The end of the instance
+
+    def _close(self) -> None:
+        self._is_closed = True
+        for replica in self._replicas.values():
+            replica.close()
+
+    def _fail_instance(self, error: EagleRayError) -> None:
+        """Restart nothing from now on, and send the cause to the clients."""
+        if self.failure is None:
+            self.failure = error
+            self._close()
+            self._turn.send(Stop(timeouts.FLUSH_SECONDS, cause=str(error)), *self._membership.clients)
+            self._turn.act(FailInstance(error))
+
+    def _kill_all(self) -> None:
+        self._close()
+        for replica in self._replicas.values():
+            replica.kill()
+        self._external_clients.clear()
+        self._continue_stop()
+
+    def _begin_stop(self, grace: float) -> None:
+        """Stop API servers and external clients, then engines, whose requests have finished by then."""
+        self._close()
+        self._stop = Stop(grace, cause="" if self.failure is None else str(self.failure))
+        self._kinds_to_stop = [EngineId]
+        self._turn.send(self._stop, *self._external_clients)
+        self._turn.timers.set(StopTimer(), self._turn.now + grace)
+        self._stop_replicas(ClientId, self._stop)
+        self._continue_stop()
+
+    def _stop_replicas(self, kind: type[MemberId], stop: Stop) -> None:
+        for replica in self._replicas.values():
+            if isinstance(replica.member, kind) and replica.stop(stop.grace):
+                self._turn.send(stop, replica.member)
+
+    def _continue_stop(self) -> None:
+        """Stop the next kind of members when nothing of the one before is left."""
+        while self._stop is not None and not self._external_clients and self._has_stopped(ClientId):
+            if self._kinds_to_stop:
+                self._stop_replicas(self._kinds_to_stop.pop(), Stop(0.0, cause=self._stop.cause))
+            elif self._has_stopped(EngineId):
+                self._stop = None
+                self._turn.act(Stopped())
+            else:
+                return
+
+    def _has_stopped(self, kind: type[MemberId]) -> bool:
+        of_kind = (replica for replica in self._replicas.values() if isinstance(replica.member, kind))
+        return all(replica.is_gone or replica.is_stuck for replica in of_kind)
+
+
+def _control(config: Config, instance: str) -> Control:
+    parallel = config.parallel
+    return Control(
+        SteeredInstance(
+            instance,
+            ranks=local_ranks(config),
+            workers_per_engine=parallel.world_size,
+            num_workers=parallel.data_parallel_size * parallel.world_size,
+            shares_experts=expert_engines(config) > 1,
+            adapters=lora_modules(config),
+            max_adapters=config.lora.max_loras if config.lora.enable_lora else 0,
+            model_names=served_names(config.model),
+            updates_in_place=config.execution.weight_update == "in-place",
+        ),
+        weight_update_timeout=config.recovery.weight_update_timeout,
+        checkpoint=None if config.model.load_format == "dummy" else model_root(config.model),
+    )
