@@ -10,6 +10,7 @@ from eagleray.messages.control import Command, ControlReturned, StateChanged
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import Attach, Bound, ExpertsFormed, MemberToSupervisor, OpenExperts, Stop
 from eagleray.messages.membership import Joined, Left
+from eagleray.messages.scaling import Draining
 
 # Events
 
@@ -91,7 +92,7 @@ Event = (
 
 # Actions
 
-ToMember = Joined | Left | Stop | Command | ControlReturned | StateChanged | OpenExperts | ExpertsFormed
+ToMember = Joined | Left | Stop | Command | ControlReturned | StateChanged | Draining | OpenExperts | ExpertsFormed
 
 
 class Spawn(NamedTuple):

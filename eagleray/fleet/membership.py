@@ -87,6 +87,16 @@ class Membership:
         self._remove(left)
         self._turn.act(Disconnect(left.member, flushes))
 
+    def withdraw(self, member: MemberId) -> None:
+        """Forget a member of which no other member knows."""
+        self.forget(member)
+        self._turn.act(Disconnect(member, flushes=True))
+
+    def retire(self, left: Left) -> None:
+        """Publish that an engine which has left before does not come back."""
+        self._expected.add(left.member)
+        self._remove(left)
+
     def evict(self, left: Left) -> None:
         """Publish that a client has left, also to the client itself, which may still run and can register again."""
         left = self._remove(left)

@@ -90,7 +90,7 @@ class Replica:
         """Whether the process was killed and still runs `STOP_TIMEOUT_SECONDS` later."""
         self._turn = turn
         self._decide = decide
-        self._start_seconds = start_seconds
+        self.start_seconds = start_seconds
         self._history = RestartHistory()
         self._failed_at: float | None = None
 
@@ -120,7 +120,7 @@ class Replica:
     def start(self) -> None:
         """Spawn `member`."""
         self.state, self.is_stuck = Starting(), False
-        self._set_timer(self._start_seconds)
+        self._set_timer(self.start_seconds)
         self._turn.act(Spawn(self.member))
 
     def set_up(self) -> bool:
@@ -164,6 +164,26 @@ class Replica:
                 self._strengthen(Means.TERMINATE)
             case Ending():
                 self._set_timer(timeouts.STOP_TIMEOUT_SECONDS)
+        return False
+
+    def leave(self, *, returns: bool) -> bool:
+        """End an incarnation that is to go although nothing is wrong with it, and start another one if it `returns`.
+        Returns whether `Stop` is to be sent, so that it exits by itself."""
+        self.is_closed = self.is_closed or not returns
+        decision = Restart(0.0) if returns else None
+        match self.state:
+            case Up():
+                self.state = Ending(decision, Means.STOP)
+                self._set_timer(timeouts.STOP_TIMEOUT_SECONDS)
+                return True
+            case Starting():  # it may not read its inbox yet
+                self.state = Ending(decision, None)
+                self._strengthen(Means.KILL)
+            case Backoff():
+                self._cancel_timer()
+                self.state = Vacant()
+            case Ending(_, means):
+                self.state = Ending(decision, means)
         return False
 
     def kill(self) -> None:
@@ -214,7 +234,7 @@ class Replica:
         """Handle the timer. Returns the exit of an incarnation that took too long to start."""
         match self.state:
             case Starting():
-                reason = f"it had not started after {self._start_seconds:.0f} s (option `startup_timeout`)"
+                reason = f"it had not started after {self.start_seconds:.0f} s (option `startup_timeout`)"
                 return self.fail(Failure.noticed(reason), kills=True)
             case Backoff():
                 self.member = next_incarnation(self.member)

@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import msgspec
+
 from eagleray.config.lora_modules import lora_modules
 from eagleray.config.resolve import expert_engines, local_ranks, served_names
 from eagleray.config.sections import Config
-from eagleray.errors import EagleRayError
+from eagleray.errors import EagleRayError, InvalidRequest, Unavailable, WrongState
 from eagleray.fleet import timeouts
 from eagleray.fleet.control.instance import (
     Effect,
@@ -53,9 +55,10 @@ from eagleray.fleet.expert_rendezvous import ExpertRendezvous
 from eagleray.fleet.external_clients import ExternalClients
 from eagleray.fleet.membership import Membership
 from eagleray.fleet.process_exit import ProcessExit
-from eagleray.fleet.replica import Replica, Starting
+from eagleray.fleet.replica import Replica, Starting, Up
 from eagleray.fleet.restart_policy import EndInstance, GiveUp, RestartDecision, RestartHistory, decide_restart
-from eagleray.fleet.turn import BrokenConnectionTimer, ControlTimer, LeaseTimer, StopTimer, Turn
+from eagleray.fleet.scaling import Admit, Drain, Remove, RestartReplica, Scaling, StartReplica, Step
+from eagleray.fleet.turn import BrokenConnectionTimer, ControlTimer, LeaseTimer, ScalingTimer, StopTimer, Turn
 from eagleray.hub.locate import model_root
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
 from eagleray.log import get_logger
@@ -74,14 +77,23 @@ from eagleray.messages.lifecycle import (
     Unreachable,
 )
 from eagleray.messages.membership import EngineInfo, Left
+from eagleray.messages.scaling import Drained, Draining, GetScaling, RestartEngines, Scale
 
 logger = get_logger(__name__)
 
 
 class FleetState:
-    """`instance` is the instance's name. `unix_clock` gives the Unix time of published changes."""
+    """`instance` is the instance's name. `unix_clock` gives the Unix time of published changes. `shortage(num_added)`
+    returns why so many engines more find no room; None if they do."""
 
-    def __init__(self, config: Config, instance: str, *, unix_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        config: Config,
+        instance: str,
+        *,
+        unix_clock: Callable[[], float] = time.time,
+        shortage: Callable[[int], str | None] = lambda num_added: None,
+    ) -> None:
         self.instance = instance
         self.is_serving = False
         """Whether every member that was started or adopted at first has started, or was given up, and the clients know
@@ -94,6 +106,18 @@ class FleetState:
         self._membership = Membership(self._turn)
         self._replicas: dict[MemberId, Replica] = {}
         """Replicas by replica key."""
+        self._leaving: set[MemberId] = set()
+        """Keys of replicas that are dropped when their processes have exited."""
+        self._incarnations: dict[MemberId, int] = {}
+        """Last incarnations of replicas that were dropped, by key."""
+        self._scaling = Scaling(
+            self._replicas,
+            self._turn,
+            instance=instance,
+            forbidden=self._scaling_forbidden,
+            shortage=shortage,
+            is_member=self._membership.__contains__,
+        )
         self._adopted: set[ClientId] = set()
         """Clients in the supervisor's process."""
         self._known: set[tuple[ClientId, EngineId]] = set()
@@ -122,8 +146,9 @@ class FleetState:
 
     @property
     def engines(self) -> set[EngineId]:
-        """Engines that are present or expected."""
-        expected = (replica.expected for replica in self._replicas.values())
+        """Engines that clients know or are to know soon."""
+        known = self._replicas.keys() - self._scaling.held.keys()
+        expected = (self._replicas[key].expected for key in known)
         return {engine for engine in expected if isinstance(engine, EngineId)}
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -150,6 +175,7 @@ class FleetState:
             case Exited(member, cause):
                 if replica := self._replica_of(member):
                     self._on_ended(replica.on_exit(cause))
+                    self._drop_if_gone(replica)
                     self._continue_stop()
             case Ended(EngineId() | ClientId() as member, cause):
                 if replica := self._replica_of(member):
@@ -160,6 +186,10 @@ class FleetState:
                 self._on_broken(sender, receiver)
             case Disconnected(member):
                 self._on_broken(member)
+            case ControlCall(request=(Scale() | RestartEngines() | GetScaling()) as request):
+                self._scaling.call(event, request)
+            case Drained(client, engine):
+                self._scaling.on_drained(client, engine)
             case ControlCall():
                 self._carry_out(self._control.call(event, now))
             case CommandDone():
@@ -185,8 +215,7 @@ class FleetState:
                 self._kill_all()
             case Ended() | Alive() | Bound():
                 pass  # workers report to their engines, and engines send heartbeats
-        while self._to_replace:  # after the effects of the same turn, because each exit is an event of `Control`
-            self._replace(*self._to_replace.pop(0))
+        self._continue()
         return self._turn.end()
 
     def fail(self, error: EagleRayError, now: float) -> list[Action]:
@@ -195,14 +224,25 @@ class FleetState:
         self._fail_instance(error)
         return self._turn.end()
 
+    def _continue(self) -> None:
+        """Do what the event leads to, as far as it can be done now."""
+        while True:
+            if self._to_replace:  # not with the other effects, because each exit is an event of `Control` again
+                self._replace(*self._to_replace.pop(0))
+            elif (step := self._scaling.next_step()) is not None:
+                self._take(step)
+            else:
+                return
+
     # Replicas
 
-    def _add_replica(self, first: MemberId) -> None:
+    def _add_replica(self, key: MemberId) -> None:
+        first = msgspec.structs.replace(key, incarnation=self._incarnations.get(key, -1) + 1)
         execution, ray = self._config.execution, self._config.ray
         # An actor waits for its placement before it starts.
         is_actor = isinstance(first, EngineId) and self._config.parallel.data_parallel_backend == "ray"
         placement_seconds = ray.ray_placement_timeout if is_actor else 0.0
-        self._replicas[first] = replica = Replica(
+        self._replicas[key] = replica = Replica(
             first,
             turn=self._turn,
             decide=partial(self._decide_restart, first),
@@ -229,6 +269,12 @@ class FleetState:
         replica = self._replicas.get(replica_key(member))
         return replica if replica is not None and replica.member == member else None
 
+    def _engine(self, key: MemberId) -> EngineId:
+        """Return the newest incarnation of an engine."""
+        engine = self._replicas[key].member
+        assert isinstance(engine, EngineId)
+        return engine
+
     def _replace(self, member: MemberId, reason: str) -> None:
         if replica := self._replica_of(member):
             self._on_ended(replica.fail(Failure.noticed(reason), kills=True))
@@ -238,15 +284,18 @@ class FleetState:
         if ended is None:
             return
         left = Left(ended.member, str(ended.cause), returns=ended.is_replaced)
-        self._membership.leave(left)
+        is_held = False
         if isinstance(ended.member, EngineId):
             self._infos.pop(ended.member, None)
-        self._carry_out(self._control.leave(ended.member, left.cause, left.returns, self._turn.now))
+            is_held = self._scaling.on_ended(ended.member, None if ended.is_replaced else ended.as_exception())
+        self._leave(left, is_known=not is_held)
         if ended.decision is None:
             return
         logger.warning("%s is gone: %s; %s", ended.member.label, ended.cause, ended.next_step)
         if ended.cause.traceback:
             logger.warning("%s", ended.cause.traceback.rstrip())
+        if is_held:
+            return
         if self._ends_instance(ended):
             self._fail_instance(ended.as_exception())
             return
@@ -260,15 +309,27 @@ class FleetState:
         with the others."""
         if isinstance(ended.decision, GiveUp):
             is_needed = self._rendezvous is not None and isinstance(ended.member, EngineId)
-            expected = (replica.expected for replica in self._replicas.values())
+            known = self._replicas.keys() - self._scaling.held.keys()
+            expected = (self._replicas[key].expected for key in known)
             return is_needed or not any(type(member) is type(ended.member) for member in expected)
         return isinstance(ended.decision, EndInstance)
 
     # Members
 
+    def _leave(self, left: Left, *, is_known: bool = True, flushes: bool = False) -> None:
+        """Have the membership and the control calls know that a member has left."""
+        if is_known:
+            self._membership.leave(left, flushes=flushes)
+        else:
+            self._membership.withdraw(left.member)
+        self._carry_out(self._control.leave(left.member, left.cause, left.returns, self._turn.now))
+
     def _attach(self, member: MemberId, address: str, *, has_heartbeat: bool) -> None:
         self._control.attach(member, self._turn.now)
         self._membership.attach(member, address, has_heartbeat=has_heartbeat)
+        if isinstance(member, ClientId):
+            for key in self._scaling.undrained:
+                self._turn.send(Draining(self._engine(key)), member)
 
     def _on_bound(self, member: MemberId, address: str) -> None:
         replica = self._replica_of(member)
@@ -349,13 +410,107 @@ class FleetState:
                 case PublishState(state):
                     self._membership.publish_state(state)
                 case JoinEngine(engine):
-                    self._join(engine, self._infos.pop(engine))
+                    if not self._scaling.on_ready(engine):
+                        self._join(engine, self._infos.pop(engine))
                 case ReplaceEngine(engine, cause):
                     self._to_replace.append((engine, cause))
         if (deadline := self._control.deadline) is not None:
             self._turn.timers.set(ControlTimer(), deadline)
         else:
             self._turn.timers.cancel(ControlTimer())
+
+    # Scaling
+
+    def _scaling_forbidden(self, request: Scale | RestartEngines) -> EagleRayError | None:
+        """Return the reason why an operation may not begin now."""
+        if self._is_closed or not self.is_serving:
+            when = "is stopping" if self._is_closed else "has not started yet"
+            return Unavailable(f"the instance {when}, so it cannot be scaled")
+        if self._control.weights_are_changing:
+            return WrongState(
+                "a weight update is open or its trainer is connected: scale after finish_weight_update and "
+                "shutdown_weight_transfer_engine"
+            )
+        if not isinstance(request, Scale) or (request.num_engines is None and not request.remove_ranks):
+            return None
+        if self._rendezvous is not None:
+            return InvalidRequest(
+                "engines that share experts (`enable_expert_parallel`) cannot be scaled yet: only their number at the "
+                "start counts",
+                param="num_engines",
+            )
+        if len(local_ranks(self._config)) != self._config.parallel.data_parallel_size:
+            return InvalidRequest(
+                "the engines of this deployment are started by several programs (`data_parallel_rank`, "
+                "`data_parallel_start_rank` or `data_parallel_size_local`): start or stop one of the programs instead",
+                param="num_engines",
+            )
+        return None
+
+    def _take(self, step: Step) -> None:
+        """Carry out a step of a scaling operation."""
+        match step:
+            case StartReplica(key):
+                self._forget_vacant(key)
+                self._add_replica(key)
+            case Admit(keys):
+                for key in keys:
+                    engine = self._scaling.held.pop(key)
+                    assert engine is not None
+                    self._set_ranks()
+                    self._join(engine, self._infos.pop(engine))
+                self._set_ranks()
+            case Drain(key):
+                clients = self._membership.clients
+                self._scaling.undrained[key] = set(clients)
+                self._turn.send(Draining(self._engine(key)), *clients)
+            case Remove(EngineId() as key, cause):
+                self._leaving.add(key)
+                self._set_ranks()
+                self._let_go(self._replicas[key], cause, returns=False)
+            case Remove(key, cause, grace):
+                self._leaving.add(key)
+                self._stop_api_server(self._replicas[key], grace)
+            case RestartReplica(key, cause):
+                self._let_go(self._replicas[key], cause, returns=True)
+
+    def _let_go(self, replica: Replica, cause: str, *, returns: bool) -> None:
+        """Have an engine leave on purpose: its requests move at once, as after an exit."""
+        engine, is_known = self._engine(replica.key), replica.key not in self._scaling.held
+        is_member = isinstance(replica.state, Starting | Up)
+        if replica.leave(returns=returns):
+            self._turn.send(Stop(0.0), engine)
+        left = Left(engine, cause, returns=returns, is_planned=True)
+        self._infos.pop(engine, None)
+        if is_member:
+            logger.info("%s leaves: %s", engine.label, cause)
+            self._leave(left, is_known=is_known, flushes=True)
+        elif is_known:
+            self._membership.retire(left)
+        self._drop_if_gone(replica)
+
+    def _stop_api_server(self, replica: Replica, grace: float) -> None:
+        replica.close()
+        if replica.stop(grace):
+            self._turn.send(Stop(grace), replica.member)
+        self._drop_if_gone(replica)
+
+    def _drop_if_gone(self, replica: Replica) -> None:
+        """Drop a replica that leaves, once nothing of it is left."""
+        if replica.key in self._leaving and replica.is_gone:
+            self._leaving.discard(replica.key)
+            self._forget_vacant(replica.key)
+
+    def _forget_vacant(self, key: MemberId) -> None:
+        if (replica := self._replicas.pop(key, None)) is not None:
+            assert replica.is_gone
+            self._incarnations[key] = replica.member.incarnation
+
+    def _set_ranks(self) -> None:
+        """Have control calls and weights count the engines that are to serve from now on."""
+        keys = self._replicas.keys() - self._leaving - self._scaling.held.keys()
+        engines = [key for key in keys if isinstance(key, EngineId)]
+        self._control.set_ranks(key.rank for key in engines if self._replicas[key].expected is not None)
 
     # The expert group
 
@@ -391,6 +546,8 @@ class FleetState:
                     self._remove_one(ends)
                 case ControlTimer(), _:
                     self._carry_out(self._control.pass_time(self._turn.now))
+                case ScalingTimer(), _:
+                    self._scaling.pass_time()
                 case StopTimer(), _:
                     self._external_clients.clear()
         self._continue_stop()
@@ -404,6 +561,7 @@ class FleetState:
 
     def _close(self) -> None:
         self._is_closed = True
+        self._scaling.fail(Unavailable("the instance stops"))
         for replica in self._replicas.values():
             replica.close()
 

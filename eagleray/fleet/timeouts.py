@@ -30,6 +30,11 @@ MAX_API_SERVER_DELAY_SECONDS = 1.0
 STEADY_SECONDS = 10.0
 """A process that has worked for this long gets its whole budget of restarts back."""
 
+# Scaling
+
+SCALE_START_ATTEMPTS = 2
+"""Starts for which an operation waits for an engine that it has added, before it is rolled back."""
+
 # Stop
 
 STOP_TIMEOUT_SECONDS = 15.0

@@ -30,7 +30,12 @@ class StopTimer:
     """The end of the time that external clients have to leave."""
 
 
-TimerKey = MemberId | LeaseTimer | BrokenConnectionTimer | ControlTimer | StopTimer
+@dataclass(frozen=True)
+class ScalingTimer:
+    """The next deadline of scaling, or of its callers."""
+
+
+TimerKey = MemberId | LeaseTimer | BrokenConnectionTimer | ControlTimer | StopTimer | ScalingTimer
 """The timer of a replica has its replica key."""
 
 

@@ -16,6 +16,7 @@ import msgspec
 from eagleray.identity import FIRST_WEIGHT_VERSION, ClientId, MemberId
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.failure import Failure
+from eagleray.messages.scaling import FleetRequest
 
 PauseMode = Literal["abort", "wait", "keep"]
 """Treatment of the running requests when an instance is paused. `abort`: they are aborted, and deliver the tokens so
@@ -210,7 +211,7 @@ class ControlCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Number, unique among the calls of its client."""
     operation_id: str
     """The user's `X-Request-Id`, or a random one."""
-    request: ControlRequest
+    request: ControlRequest | FleetRequest
     timeout: float
     """Time limit of the call, in seconds, for all members together."""
 

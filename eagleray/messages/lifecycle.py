@@ -19,6 +19,7 @@ from eagleray.identity import ClientId, DriverId, EngineId, MemberId, ProcessId
 from eagleray.messages.control import Command, CommandDone, ControlCall, ControlReturned, InstanceState, StateChanged
 from eagleray.messages.failure import Ended
 from eagleray.messages.membership import EngineInfo, Joined, Left
+from eagleray.messages.scaling import Drained, Draining
 from eagleray.messages.steps import EngineOpened
 from eagleray.messages.workers import RayContext
 
@@ -90,7 +91,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 SupervisorToMember = Attach | Joined | Left | Stop | Command
 """Messages for every member, although `Command` is sent to the instance's own clients and to engines only."""
 
-SupervisorToClient = SupervisorToMember | ControlReturned | StateChanged
+SupervisorToClient = SupervisorToMember | ControlReturned | StateChanged | Draining
 
 
 class OpenExperts(msgspec.Struct, frozen=True, tag=True):
@@ -187,6 +188,7 @@ MemberToSupervisor = (
     | ExpertsOpened
     | ControlCall
     | CommandDone
+    | Drained
 )
 
 

@@ -92,8 +92,10 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     member: MemberId
     cause: str
     returns: bool = True
-    """Whether a replacement follows; False if the member was given up or the instance ends."""
+    """Whether a replacement follows; False if the member was given up or removed, or the instance ends."""
     engine: EngineInfo | None = None
     """Properties of the missing engine, in `Attach.missing` only, for members that join while it is missing."""
     time: float = 0.0
     """Unix time at which the supervisor published this, in seconds."""
+    is_planned: bool = False
+    """Whether the member was told to go, so that its requests move without being charged for its exit."""

@@ -19,6 +19,7 @@ from null_engine import token
 from processes import children_of
 
 from eagleray.config.build import build_config
+from eagleray.fleet.replica import Replica, Up
 from eagleray.fleet.supervisor import Supervisor
 
 SECONDS = 60.0
@@ -99,7 +100,11 @@ class Fleet:
 
     def pid(self, index: int) -> int:
         """Return the process id of a replica; engines come first."""
-        return list(self.supervisor._replicas.values())[index]._spawned.pid
+        return self.supervisor._spawned[self.replicas[index].member].pid
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return list(self.supervisor._state._replicas.values())
 
     async def until(self, condition) -> None:
         async with asyncio.timeout(SECONDS):
@@ -220,10 +225,10 @@ def test_supervisor_each_process_killed_or_stopped_is_replaced(how):
                 pid = fleet.pid(index)
                 os.kill(pid, how)
                 assert await asyncio.gather(*asked) == [expected(400)] * 6
-                replicas = list(fleet.supervisor._replicas.values())
+                replicas = fleet.replicas
                 # a stopped process is noticed a second later, perhaps after the others have answered everything
                 await fleet.until(lambda: replicas[index].member.incarnation == 1)  # noqa: B023
-                await fleet.until(lambda: all(replica.phase.name == "UP" for replica in replicas))  # noqa: B023
+                await fleet.until(lambda: all(isinstance(replica.state, Up) for replica in replicas))  # noqa: B023
                 assert await fleet.tokens(5) == expected(5)
 
     asyncio.run(scenario())

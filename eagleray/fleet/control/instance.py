@@ -6,7 +6,7 @@ Pure: commands, joins and published states are collected as effects. Owned by `C
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -103,7 +103,7 @@ class SteeredInstance:
         self,
         name: str,
         *,
-        ranks: range,
+        ranks: Sequence[int],
         workers_per_engine: int,
         num_workers: int,
         shares_experts: bool,
@@ -113,7 +113,9 @@ class SteeredInstance:
         model_names: Collection[str] = (),
     ) -> None:
         self.name = name
-        self.ranks = ranks
+        self.ranks = list(ranks)
+        """Data-parallel ranks of the engines. After scaling there may be gaps."""
+        self._start_rank = ranks[0]
         self.workers_per_engine = workers_per_engine
         self.num_workers = num_workers
         self.shares_experts = shares_experts
@@ -189,9 +191,15 @@ class SteeredInstance:
         causes = {rank: self.absent.get(rank, ("it is still starting", True))[0] for rank in self.missing_ranks}
         return "; ".join(f"engine {rank} is missing: {cause}" for rank, cause in causes.items()) or "no engine"
 
+    def set_ranks(self, ranks: Iterable[int]) -> None:
+        """Record that the instance has engines of these ranks from now on."""
+        former, self.ranks = len(self.ranks), sorted(ranks)
+        self.num_workers += (len(self.ranks) - former) * self.workers_per_engine
+        self.absent = {rank: absence for rank, absence in self.absent.items() if rank in self.ranks}
+
     def first_rank(self, engine: EngineId) -> int:
         """Return the rank of the engine's first worker among all workers."""
-        return engine.rank * self.workers_per_engine
+        return (self._start_rank + self.ranks.index(engine.rank)) * self.workers_per_engine
 
     def review(self) -> None:
         """Let engines that are up to date join, and bring the others up to date."""

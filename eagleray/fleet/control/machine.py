@@ -8,6 +8,8 @@ replies that they await, and ends them at their deadlines. An operation goes on 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from eagleray.errors import DeadlineExceeded, EagleRayError, TransferBroken, WrongState
@@ -42,6 +44,7 @@ from eagleray.messages.control import (
 )
 from eagleray.messages.failure import Failure
 from eagleray.messages.plain import pack
+from eagleray.messages.scaling import FleetRequest
 
 logger = get_logger(__name__)
 
@@ -76,6 +79,12 @@ class Control:
         return self._instance.state
 
     @property
+    def weights_are_changing(self) -> bool:
+        """Whether an update is open, or a trainer is connected to a fixed number of workers."""
+        transfer = self._instance.transfer
+        return self.state.open_update is not None or (transfer is not None and transfer.is_collective)
+
+    @property
     def deadline(self) -> float | None:
         """Time of the next `pass_time`; None if no deadline is pending."""
         times = [caller.deadline for operation in self._operations for caller in operation.callers]
@@ -89,6 +98,10 @@ class Control:
 
     # Events.
 
+    def set_ranks(self, ranks: Iterable[int]) -> None:
+        """Record that the instance has engines of these ranks from now on."""
+        self._instance.set_ranks(ranks)
+
     def call(self, call: ControlCall, now: float) -> list[Effect]:
         """Queue a call, or let it join an equal one that is in progress."""
         self._instance.now = now
@@ -98,6 +111,7 @@ class Control:
         if isinstance(call.request, GetWeightInfo):
             self._answer(caller, self._weight_info())
             return self._effects()
+        assert not isinstance(call.request, FleetRequest)
         key, request = key_of(call), call.request
         if self._last_outcome is not None and key == self._last_outcome[0]:
             self._answer(caller, self._last_outcome[1])
@@ -105,10 +119,8 @@ class Control:
             same.callers.append(caller)
             same.deadline = max(same.deadline, caller.deadline)
         else:
-            self._make_way_for(call.request)
-            self._queue.append(
-                ControlOperation(key, call.operation_id, call.request, [caller], deadline=caller.deadline)
-            )
+            self._make_way_for(request)
+            self._queue.append(ControlOperation(key, call.operation_id, request, [caller], deadline=caller.deadline))
         return self._effects()
 
     def on_done(self, done: CommandDone, now: float) -> list[Effect]:
