@@ -1,18 +1,12 @@
-"""The events that `FleetState` handles, and the actions that it asks for. Messages of members are events themselves."""
+"""The events that `FleetState` handles. Messages of members are events themselves."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from eagleray.errors import EagleRayError
 from eagleray.identity import ClientId, MemberId
-from eagleray.messages.control import Command, ControlReturned, StateChanged
 from eagleray.messages.failure import Failure
-from eagleray.messages.lifecycle import Attach, Bound, ExpertsFormed, MemberToSupervisor, OpenExperts, Stop
-from eagleray.messages.membership import Joined, Left
-from eagleray.messages.scaling import Draining
-
-# Events
+from eagleray.messages.lifecycle import Bound, MemberToSupervisor
 
 
 class StartEngines(NamedTuple):
@@ -89,64 +83,3 @@ Event = (
     | StopInstance
     | KillInstance
 )
-
-# Actions
-
-ToMember = Joined | Left | Stop | Command | ControlReturned | StateChanged | Draining | OpenExperts | ExpertsFormed
-
-
-class Spawn(NamedTuple):
-    """Spawn the process or actor. `Exited` follows in any case, `Bound` before it if all goes well."""
-
-    member: MemberId
-
-
-class Terminate(NamedTuple):
-    """Ask the process to exit, if there is one."""
-
-    member: MemberId
-
-
-class Kill(NamedTuple):
-    """Kill the process, if there is one."""
-
-    member: MemberId
-
-
-class Connect(NamedTuple):
-    """Connect to the member, expect its heartbeats if `has_heartbeat`, and send `attach`, whose supervisor's address
-    and heartbeat are still to be filled in."""
-
-    member: MemberId
-    address: str
-    attach: Attach
-    has_heartbeat: bool
-
-
-class Disconnect(NamedTuple):
-    """Forget the member. Messages that are queued for it are still sent if `flushes`."""
-
-    member: MemberId
-    flushes: bool
-
-
-class Send(NamedTuple):
-    receivers: tuple[MemberId, ...]
-    message: ToMember
-
-
-class Serve(NamedTuple):
-    """Every first member has started or was given up, and the clients know the engines."""
-
-
-class FailInstance(NamedTuple):
-    """The instance cannot go on."""
-
-    error: EagleRayError
-
-
-class Stopped(NamedTuple):
-    """Every process has exited, or was killed and still runs."""
-
-
-Action = Spawn | Terminate | Kill | Connect | Disconnect | Send | Serve | FailInstance | Stopped

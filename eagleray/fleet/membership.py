@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from eagleray.fleet.events import Connect, Disconnect
-from eagleray.fleet.turn import Turn
+from eagleray.fleet.turn import Connect, Disconnect, Turn
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
 from eagleray.messages.control import InstanceState, StateChanged
 from eagleray.messages.lifecycle import Attach

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from eagleray.fleet import timeouts
-from eagleray.fleet.events import Kill, Spawn, Terminate
 from eagleray.fleet.process_exit import ProcessExit
 from eagleray.fleet.restart_policy import Restart, RestartDecision, RestartHistory
-from eagleray.fleet.turn import Turn
+from eagleray.fleet.turn import Kill, Spawn, Terminate, Turn
 from eagleray.identity import MemberId, next_incarnation, replica_key
 from eagleray.log import get_logger
 from eagleray.messages.failure import Failure
@@ -44,7 +43,7 @@ class Means(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Stopping:
+class Leaving:
     """The incarnation was told to stop, and is a member until it exits."""
 
     means: Means
@@ -70,7 +69,7 @@ class Vacant:
     """There is no process, and none will start."""
 
 
-ReplicaState = Starting | Up | Stopping | Ending | Backoff | Vacant
+ReplicaState = Starting | Up | Leaving | Ending | Backoff | Vacant
 
 
 class Replica:
@@ -98,7 +97,7 @@ class Replica:
     def expected(self) -> MemberId | None:
         """The present or next incarnation; None if there will be none."""
         match self.state:
-            case Starting() | Up() | Stopping():
+            case Starting() | Up() | Leaving():
                 return self.member
             case Ending(Restart()) | Backoff():
                 return next_incarnation(self.member)
@@ -157,7 +156,7 @@ class Replica:
         assert self.is_closed
         match self.state:
             case Up():
-                self.state = Stopping(Means.STOP)
+                self.state = Leaving(Means.STOP)
                 self._set_timer(grace + timeouts.STOP_TIMEOUT_SECONDS)
                 return True
             case Starting():  # it may not read its inbox yet
@@ -202,7 +201,7 @@ class Replica:
         match self.state:
             case Starting(ready_since=since) | Up(since):
                 means = None
-            case Stopping(means):
+            case Leaving(means):
                 since = None
             case _:
                 return None
@@ -239,13 +238,13 @@ class Replica:
             case Backoff():
                 self.member = next_incarnation(self.member)
                 self.start()
-            case Stopping(Means.STOP):
+            case Leaving(Means.STOP):
                 self._warn_and_strengthen(Means.TERMINATE, "of being told to")
-            case Stopping(Means.TERMINATE) | Ending(_, Means.STOP | Means.TERMINATE):
+            case Leaving(Means.TERMINATE) | Ending(_, Means.STOP | Means.TERMINATE):
                 self._warn_and_strengthen(Means.KILL, "of being told to")
             case Ending(_, None):
                 self._warn_and_strengthen(Means.KILL, "of its failure")
-            case Stopping(Means.KILL) | Ending(_, Means.KILL):
+            case Leaving(Means.KILL) | Ending(_, Means.KILL):
                 self._warn_that_it_runs()
         return None
 
@@ -258,7 +257,7 @@ class Replica:
         """Use the next means, and wait for its effect."""
         self._turn.act(Kill(self.member) if means is Means.KILL else Terminate(self.member))
         decision = self.state.decision if isinstance(self.state, Ending) else None
-        self.state = Ending(decision, means) if isinstance(self.state, Ending) else Stopping(means)
+        self.state = Ending(decision, means) if isinstance(self.state, Ending) else Leaving(means)
         self._set_timer(timeouts.STOP_TIMEOUT_SECONDS)
 
     def _warn_that_it_runs(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from eagleray.errors import DeadlineExceeded, EagleRayError, EngineFailed, InvalidRequest, NotFound, WrongState
 from eagleray.fleet import timeouts
+from eagleray.fleet.control.control_operation import Caller
 from eagleray.fleet.replica import Replica, Up
 from eagleray.fleet.turn import ScalingTimer, Turn
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
@@ -80,14 +81,7 @@ Steps = Generator[Step, None, None]
 
 
 @dataclass
-class Caller:
-    client: ClientId
-    call_id: int
-    deadline: float
-
-
-@dataclass
-class Operation:
+class ScalingOperation:
     """An operation from its call to its end, and what is known of it later."""
 
     operation_id: str
@@ -145,9 +139,9 @@ class Scaling:
         """Engines that drain: the clients with requests on them."""
         self._failures: dict[EngineId, EagleRayError] = {}
         """Errors of engines that were added and are given up."""
-        self._current: Operation | None = None
-        self._queue: list[Operation] = []
-        self._past: dict[str, Operation] = {}
+        self._current: ScalingOperation | None = None
+        self._queue: list[ScalingOperation] = []
+        self._past: dict[str, ScalingOperation] = {}
         """Operations that have ended, by id, the newest last."""
 
     # Events.
@@ -240,7 +234,7 @@ class Scaling:
 
     # Operations.
 
-    def _scale(self, operation: Operation, request: Scale) -> Steps:
+    def _scale(self, operation: ScalingOperation, request: Scale) -> Steps:
         added, removed = self._engine_changes(request)
         yield from self._add_engines(operation, added, len(removed))
         operation.phase = "committing"
@@ -258,7 +252,7 @@ class Scaling:
         operation.removed = sorted(engine.rank for engine in removed)
         yield self._until_up(added_servers)
 
-    def _add_engines(self, operation: Operation, added: Collection[EngineId], num_removed: int) -> Steps:
+    def _add_engines(self, operation: ScalingOperation, added: Collection[EngineId], num_removed: int) -> Steps:
         """Start engines, and wait until all of them are ready."""
         operation.phase = "preparing"
         if not added:
@@ -282,7 +276,7 @@ class Scaling:
         yield Until(are_ready, lambda: f"{_labels(self._unready(added))} must start")
         operation.deadline = None
 
-    def _restart(self, operation: Operation, request: RestartEngines) -> Steps:
+    def _restart(self, operation: ScalingOperation, request: RestartEngines) -> Steps:
         operation.phase = "committing"
         for rank in request.ranks or self._ranks:
             key = EngineId(self._instance, rank)
@@ -302,7 +296,7 @@ class Scaling:
 
             yield Until(has_returned, partial("the replacement of {} must start".format, former.label))
 
-    def _drain(self, operation: Operation, engines: Collection[EngineId], seconds: float) -> Steps:
+    def _drain(self, operation: ScalingOperation, engines: Collection[EngineId], seconds: float) -> Steps:
         """Have engines finish their requests, for at most `seconds`."""
         if seconds <= 0 or not engines:
             return
@@ -368,17 +362,17 @@ class Scaling:
     # The queue.
 
     @property
-    def _operations(self) -> list[Operation]:
+    def _operations(self) -> list[ScalingOperation]:
         return [*([self._current] if self._current else []), *self._queue]
 
-    def _known(self, operation_id: str, request: Scale | RestartEngines) -> Operation | None:
+    def _known(self, operation_id: str, request: Scale | RestartEngines) -> ScalingOperation | None:
         known = {operation.operation_id: operation for operation in [*self._past.values(), *self._operations]}
         operation = known.get(operation_id)
         if operation is not None and operation.request != request:
             raise WrongState(f"operation {operation_id} asked for something else: give another operation id")
         return operation
 
-    def _find(self, operation_id: str | None) -> Operation | None:
+    def _find(self, operation_id: str | None) -> ScalingOperation | None:
         if operation_id is None:
             return self._current or next(reversed(self._past.values()), None)
         known = {operation.operation_id: operation for operation in [*self._past.values(), *self._operations]}
@@ -386,12 +380,12 @@ class Scaling:
             raise NotFound(f"there is no scaling operation {operation_id!r}; the last {MAX_PAST} are kept")
         return known[operation_id]
 
-    def _enqueue(self, operation_id: str, request: Scale | RestartEngines) -> Operation:
+    def _enqueue(self, operation_id: str, request: Scale | RestartEngines) -> ScalingOperation:
         """Check a request and queue it. It replaces one that waits or prepares: only the newest target counts."""
         if (error := self._forbidden(request)) is not None:
             raise error
         self._check(request)
-        operation = Operation(operation_id, request, began=self._turn.now)
+        operation = ScalingOperation(operation_id, request, began=self._turn.now)
         replaced = WrongState(f"it was replaced by operation {operation_id}")
         for waiting in self._queue:
             self._finish(waiting, replaced)
@@ -416,7 +410,7 @@ class Scaling:
                     param="num_api_servers",
                 )
 
-    def _begin(self, operation: Operation) -> None:
+    def _begin(self, operation: ScalingOperation) -> None:
         self._current = operation
         match operation.request:
             case Scale() as request:
@@ -424,7 +418,7 @@ class Scaling:
             case RestartEngines() as restart:
                 operation.steps = self._restart(operation, restart)
 
-    def _roll_back(self, operation: Operation, error: EagleRayError) -> None:
+    def _roll_back(self, operation: ScalingOperation, error: EagleRayError) -> None:
         """Continue a failed operation with the removal of the engines that it has added."""
         operation.until = operation.deadline = None
         operation.steps = self._remove_held(error)
@@ -439,11 +433,11 @@ class Scaling:
         yield self._until_gone(held)
         raise _RolledBack(error)
 
-    def _end(self, operation: Operation, error: EagleRayError | None) -> None:
+    def _end(self, operation: ScalingOperation, error: EagleRayError | None) -> None:
         self._finish(operation, error)
         self._current = None
 
-    def _finish(self, operation: Operation, error: EagleRayError | None) -> None:
+    def _finish(self, operation: ScalingOperation, error: EagleRayError | None) -> None:
         operation.phase, operation.error = "completed" if error is None else "failed", error
         operation.seconds = self._turn.now - operation.began
         operation.steps = operation.until = operation.deadline = None
@@ -467,7 +461,7 @@ class Scaling:
 
     # Answers.
 
-    def _describe(self, operation: Operation | None) -> dict[str, Any]:
+    def _describe(self, operation: ScalingOperation | None) -> dict[str, Any]:
         """Describe an operation and the fleet for users."""
         ranks = self._ranks
         answer: dict[str, Any] = {
@@ -500,7 +494,7 @@ class Scaling:
             "seconds": round(began if operation.seconds is None else operation.seconds, 3),
         }
 
-    def _progress(self, operation: Operation) -> str:
+    def _progress(self, operation: ScalingOperation) -> str:
         """Describe what an operation waits for."""
         if operation is not self._current:
             current = self._current

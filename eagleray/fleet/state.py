@@ -35,20 +35,16 @@ from eagleray.fleet.control.instance import (
 )
 from eagleray.fleet.control.machine import Control
 from eagleray.fleet.events import (
-    Action,
     Adopt,
     Disconnected,
     Event,
     Exited,
-    FailInstance,
     KillInstance,
     NotConnected,
-    Serve,
     Silent,
     StartApiServers,
     StartEngines,
     StopInstance,
-    Stopped,
     TimePassed,
 )
 from eagleray.fleet.expert_rendezvous import ExpertRendezvous
@@ -58,7 +54,18 @@ from eagleray.fleet.process_exit import ProcessExit
 from eagleray.fleet.replica import Replica, Starting, Up
 from eagleray.fleet.restart_policy import EndInstance, GiveUp, RestartDecision, RestartHistory, decide_restart
 from eagleray.fleet.scaling import Admit, Drain, Remove, RestartReplica, Scaling, StartReplica, Step
-from eagleray.fleet.turn import BrokenConnectionTimer, ControlTimer, LeaseTimer, ScalingTimer, StopTimer, Turn
+from eagleray.fleet.turn import (
+    Action,
+    BrokenConnectionTimer,
+    ControlTimer,
+    FailInstance,
+    LeaseTimer,
+    ScalingTimer,
+    Serve,
+    Stopped,
+    StopTimer,
+    Turn,
+)
 from eagleray.hub.locate import model_root
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
 from eagleray.log import get_logger

@@ -23,32 +23,34 @@ from eagleray.errors import ChannelClosed, EagleRayError, EngineFailed
 from eagleray.fleet import timeouts
 from eagleray.fleet.attach_file import attach_file
 from eagleray.fleet.events import (
-    Action,
     Adopt,
-    Connect,
-    Disconnect,
     Disconnected,
     Event,
     Exited,
-    FailInstance,
-    Kill,
     KillInstance,
     NotConnected,
-    Send,
-    Serve,
     Silent,
-    Spawn,
     StartApiServers,
     StartEngines,
     StopInstance,
-    Stopped,
-    Terminate,
     TimePassed,
-    ToMember,
 )
 from eagleray.fleet.external_clients import is_external
 from eagleray.fleet.launcher import Launcher, ProcessLauncher, Spawned
 from eagleray.fleet.state import FleetState
+from eagleray.fleet.turn import (
+    Action,
+    Connect,
+    Disconnect,
+    FailInstance,
+    Kill,
+    Send,
+    Serve,
+    Spawn,
+    Stopped,
+    Terminate,
+    ToMember,
+)
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, MemberId, new_instance_name
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec

@@ -1,12 +1,81 @@
-"""A turn of the fleet's state machine: the event's time, the actions that it leads to, and the timers. Pure."""
+"""A turn of the fleet's state machine: the actions that an event leads to, its time, and the timers. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from eagleray.fleet.events import Action, Send, ToMember
+from eagleray.errors import EagleRayError
 from eagleray.fleet.timers import Timers
 from eagleray.identity import ClientId, MemberId
+from eagleray.messages.control import Command, ControlReturned, StateChanged
+from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop
+from eagleray.messages.membership import Joined, Left
+from eagleray.messages.scaling import Draining
+
+# Actions
+
+ToMember = Joined | Left | Stop | Command | ControlReturned | StateChanged | Draining | OpenExperts | ExpertsFormed
+
+
+class Spawn(NamedTuple):
+    """Spawn the process or actor. `Exited` follows in any case, `Bound` before it if all goes well."""
+
+    member: MemberId
+
+
+class Terminate(NamedTuple):
+    """Ask the process to exit, if there is one."""
+
+    member: MemberId
+
+
+class Kill(NamedTuple):
+    """Kill the process, if there is one."""
+
+    member: MemberId
+
+
+class Connect(NamedTuple):
+    """Connect to the member, expect its heartbeats if `has_heartbeat`, and send `attach`, whose supervisor's address
+    and heartbeat are still to be filled in."""
+
+    member: MemberId
+    address: str
+    attach: Attach
+    has_heartbeat: bool
+
+
+class Disconnect(NamedTuple):
+    """Forget the member. Messages that are queued for it are still sent if `flushes`."""
+
+    member: MemberId
+    flushes: bool
+
+
+class Send(NamedTuple):
+    receivers: tuple[MemberId, ...]
+    message: ToMember
+
+
+class Serve(NamedTuple):
+    """Every first member has started or was given up, and the clients know the engines."""
+
+
+class FailInstance(NamedTuple):
+    """The instance cannot go on."""
+
+    error: EagleRayError
+
+
+class Stopped(NamedTuple):
+    """Every process has exited, or was killed and still runs."""
+
+
+Action = Spawn | Terminate | Kill | Connect | Disconnect | Send | Serve | FailInstance | Stopped
+
+
+# Timers
 
 
 @dataclass(frozen=True)

@@ -251,9 +251,9 @@ def test_supervisor_all_engines_killed_twice_requests_finish():
                 await asyncio.sleep(0.2)
                 for index in range(2):
                     os.kill(fleet.pid(index), signal.SIGKILL)
-                replicas = list(fleet.supervisor._replicas.values())[:2]
+                replicas = fleet.replicas[:2]
                 await fleet.until(
-                    lambda: all((s.member.incarnation, s.phase.name) == (incarnation, "UP") for s in replicas)  # noqa: B023
+                    lambda: all(s.member.incarnation == incarnation and isinstance(s.state, Up) for s in replicas)  # noqa: B023
                 )
             assert await asyncio.gather(*asked) == [expected(2000)] * 4
 

@@ -1,4 +1,4 @@
-"""The fleet's state machine without processes, sockets and clocks: a test passes in events, and looks at the actions."""
+"""The fleet's state machine without processes, sockets and clocks: tests pass in events and look at the actions."""
 
 from __future__ import annotations
 
@@ -7,26 +7,10 @@ from typing import Any
 
 from eagleray.config.build import build_config
 from eagleray.errors import ProcessCrashed
-from eagleray.fleet.events import (
-    Action,
-    Adopt,
-    Connect,
-    Disconnect,
-    Event,
-    Exited,
-    FailInstance,
-    Kill,
-    Send,
-    Serve,
-    Spawn,
-    StartApiServers,
-    StartEngines,
-    Stopped,
-    Terminate,
-    TimePassed,
-)
+from eagleray.fleet.events import Adopt, Event, Exited, StartApiServers, StartEngines, TimePassed
 from eagleray.fleet.replica import Replica, Up
 from eagleray.fleet.state import FleetState
+from eagleray.fleet.turn import Action, Connect, Disconnect, FailInstance, Kill, Send, Serve, Spawn, Stopped, Terminate
 from eagleray.identity import ClientId, EngineId, MemberId, next_incarnation, replica_key
 from eagleray.messages.control import ControlCall, ControlReturned
 from eagleray.messages.failure import Failure

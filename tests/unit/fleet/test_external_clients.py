@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 from eagleray.fleet import timeouts
-from eagleray.fleet.events import Connect, Disconnect, Send
 from eagleray.fleet.external_clients import FIRST_INDEX, ExternalClients, is_external
 from eagleray.fleet.membership import Membership
-from eagleray.fleet.turn import LeaseTimer, Turn
+from eagleray.fleet.turn import Connect, Disconnect, LeaseTimer, Send, Turn
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.lifecycle import Register
 from eagleray.messages.membership import Left

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from eagleray.fleet.events import Connect, Disconnect, Send
 from eagleray.fleet.membership import Membership
-from eagleray.fleet.turn import Turn
+from eagleray.fleet.turn import Connect, Disconnect, Send, Turn
 from eagleray.identity import ClientId, EngineId, MemberId, next_incarnation, replica_key
 from eagleray.messages.control import InstanceState, StateChanged
 from eagleray.messages.membership import EngineInfo, Joined, Left
