@@ -106,8 +106,9 @@ class FaultInjector:
         )
 
     async def strike(self) -> None:
-        """Inject a fault now, into a process that has been there for a while."""
-        await self._inject(is_hasty=False)
+        """Inject a fault now, into a process that has been there for a while, unless there were `most`."""
+        if len(self.faults) < self._most:
+            await self._inject(is_hasty=False)
 
     async def _inject(self, *, is_hasty: bool) -> None:
         stopped = {fault.member.pid for fault in self.faults if fault.is_stop}
