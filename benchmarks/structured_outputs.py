@@ -79,6 +79,7 @@ USUAL: dict[str, tuple[dict[str, Any], str]] = {
     "JSON object": ({"json_object": True}, CALL_TEXT),
     "summary": ({"json": SUMMARY}, SUMMARY_TEXT),
     "choice": ({"choice": ["positive", "negative", "neutral"]}, "neutral"),
+    "sentence": ({"regex": r"[^.]{3,80}\."}, "The quick brown fox jumps over the lazy dog, and sleeps."),
     "expression": ({"regex": r"[0-9]{4}-[0-9]{2}-[0-9]{2} [a-z]{2,20} [A-Z0-9]+"}, "2026-11-23 received X17B"),
 }
 """Constraints of usual requests, and a text of each."""

@@ -34,6 +34,19 @@ text, and the time of a token with their square: with 500 items 5 ms, with 2,000
 MAX_CHARACTERS = {"regex": 2**18, "ebnf": 2**18, "choice": 2**20, "structural_tag": 2**19}
 """Bounds of sources by kind; `llguidance_schemas` has those of schemas."""
 
+_WORDS = r"[^\x00-\x1F!-/:-@\[-\^`{-\x7F]"
+_STRING = r'[^"\\\x00-\x1F\x7F]'
+_LINE = r"[^\x00-\x1F\x7F]"
+SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(_WORDS + "{1,10}", _STRING + "{1,10}"),
+    *(_WORDS + "{1,30}", _STRING + "{1,30}"),
+    *(_LINE + "{1,30}", _LINE + "+"),
+)
+"""Groups of tokens, as expressions; a token is in the first one that matches it. If a grammar allows a whole group, its
+tokens are not tried one by one. White space and strings of JSON are groups of llguidance itself. Words are tokens
+without punctuation, which a class such as `[^.]` allows; lines are those that `.` allows."""
+
 QUIET = 0
 
 MAX_TRIED_SCHEMAS = 64
@@ -55,7 +68,9 @@ class LLGuidanceCompiler:
             added = [token for token in added if token.id < vocab_size]
         self._ends = _Ends.of(eos_token_ids, added)
         try:
-            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(self._ends.token_ids))
+            self._tokenizer = LLTokenizer(
+                tokenizer_json, n_vocab=vocab_size, eos_token=list(self._ends.token_ids), slices=list(SLICES)
+            )
         except ValueError as error:
             raise CheckpointError(f"structured outputs cannot use this model's tokenizer: {error}") from None
         self._special_tokens = _special_tokens(added, self._tokenizer)

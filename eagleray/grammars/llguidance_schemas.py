@@ -7,6 +7,7 @@ that it does not have. Formats that the specification does not define are annota
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal, InvalidOperation
 from math import inf, lcm
@@ -55,6 +56,9 @@ UNSUPPORTED_FORMATS = (
 OPTIONS = {"json_allowed_escapes": 'nrbtf\\"'}
 """Options of llguidance, which take the place of those in a schema. Without `u`, a text has one form in JSON, so that a
 free property cannot have the name of a named one."""
+
+REPEATED_CLASS = re.compile(r"(?P<class>\[[^\[\]&~^-]+\]|\\s| )(?:\*|\{0,(?P<most>[1-9][0-9]*)\})")
+"""A pattern of white space that may be empty: a class of characters, repeated."""
 
 MAX_SOURCE_CHARACTERS = 2**20
 MAX_CHARACTERS = 2**18
@@ -105,7 +109,13 @@ def _prepare_root(schema: Any) -> dict[str, Any]:
 
 
 def _whitespace_options(whitespace: str) -> dict[str, Any]:
-    return {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    if not whitespace:
+        return {"whitespace_flexible": False}
+    # White space is optional for llguidance anyway, and masks with a pattern that matches the empty text take twice the
+    # time. The repetition of one class is the usual form.
+    if match := REPEATED_CLASS.fullmatch(whitespace):
+        whitespace = match["class"] + ("+" if match["most"] is None else f"{{1,{match['most']}}}")
+    return {"whitespace_pattern": whitespace}
 
 
 class _Preparation:

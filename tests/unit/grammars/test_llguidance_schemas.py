@@ -66,6 +66,18 @@ def test_schema_text_is_allowed_as_specified(schema, text, is_allowed):
 
 
 @pytest.mark.parametrize(
+    ("pattern", "most"), [(r"[ \n]{0,2}", 2), (r"[ \t]*", None), (r"\s{0,3}", 3), (" ?", 1), ("[ ]+", None)]
+)
+def test_whitespace_pattern_bounds_white_space_which_is_optional(pattern, most):
+    grammar = demo_walker().compile(json={"type": "array"}, whitespace_pattern=pattern)
+    for count in range(most or 40):
+        assert demo_walker().accepts(grammar, f"[{' ' * count}1{' ' * (most or count)}]")
+    if most is not None:
+        assert not demo_walker().accepts(grammar, f"[{' ' * (most + 1)}1]")
+        assert not demo_walker().accepts(grammar, f"[1{' ' * (2 * most)}]")
+
+
+@pytest.mark.parametrize(
     ("schema", "words"),
     [
         ({"type": "object", "minProperties": 2}, "`minProperties` is 2"),

@@ -6,10 +6,11 @@ import json
 import re
 
 import pytest
-from grammar_walks import demo_walker, schema_errors
+from grammar_walks import demo_walker, make_demo_walker, schema_errors
 from random_schemas import random_regex, random_schema
 
 from eagleray.errors import InvalidRequest
+from eagleray.grammars import llguidance_compiler
 
 NUM_SCHEMAS = 60
 NUM_REGEXES = 60
@@ -45,3 +46,14 @@ def test_random_regexes_texts_match():
             assert re.fullmatch(pattern, text), f"seed {seed}: {pattern!r} {text!r}"
         num_checked += len(texts)
     assert num_checked > NUM_REGEXES
+
+
+def test_random_texts_are_those_without_groups_of_tokens(monkeypatch):
+    """The groups speed up masks, and do not change them: the same draws give the same texts."""
+    monkeypatch.setattr(llguidance_compiler, "SLICES", ())
+    without = make_demo_walker(llguidance_compiler.LLGuidanceCompiler)
+    patterns = [r"[^.]{3,80}\.", r"([^,;]+, ?)+", r".{3,60}", r"[^<>\n]{0,40}<", *map(random_regex, range(20))]
+    for pattern in patterns:
+        grammars = [walker.compile(regex=pattern) for walker in (demo_walker(), without)]
+        for draw in range(NUM_TEXTS):
+            assert demo_walker().draw(grammars[0], draw) == without.draw(grammars[1], draw), pattern
