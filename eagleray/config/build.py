@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -29,7 +30,8 @@ from eagleray.config.vllm_table import MEANINGS, TABLE
 from eagleray.errors import ConfigError
 
 
-def field_owners() -> dict[str, str]:
+@cache
+def field_owners() -> Mapping[str, str]:
     """Return the section that owns each option, by the option's name. Names are unique over all sections."""
     return {
         field.name: section.name

@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET, inspect
+from msgspec.structs import FieldInfo
 
 from eagleray.errors import InvalidRequest, UnsupportedParameter
 from eagleray.log import get_logger
@@ -98,7 +100,7 @@ class LenientReader(Generic[T]):
         self._kind = kind
         self._fates = fates
         self._explain = explain
-        names = field_types(kind).keys() | {name for name in fates if "." not in name}
+        names = field_types(kind).keys() | {name for name in fates if "." not in name}  # type: ignore[arg-type]  # mypy takes no class for hashable
         known: list[tuple[str, Any, Any]] = [(name, Any, UNSET) for name in sorted(names)]
         self._known = msgspec.json.Decoder(msgspec.defstruct("Known", known))
         self._only_known = msgspec.json.Decoder(msgspec.defstruct("OnlyKnown", known, forbid_unknown_fields=True))
@@ -145,8 +147,8 @@ class _FieldReader:
 
     def read_struct(self, kind: type[Any], fields: Mapping[str, Any], prefix: str) -> Any:
         """Return the struct without its wrong fields, or None if a required field is wrong or missing."""
-        types = field_types(kind)
-        known = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+        types = field_types(kind)  # type: ignore[arg-type]  # mypy takes no class for hashable
+        known = _fields(kind)  # type: ignore[arg-type]  # mypy takes no class for hashable
         values = {}
         for name, value in fields.items():
             if name in known:
@@ -231,6 +233,12 @@ def unsupported_feature(feature: Feature, names: Iterable[str]) -> UnsupportedPa
     return UnsupportedParameter(
         f"this server does not support {feature.name} ({listed}): {feature.advice}", param=names[0]
     )
+
+
+@cache
+def _fields(kind: type[Any]) -> Mapping[str, FieldInfo]:
+    """Return the fields of a struct by name."""
+    return {field.encode_name: field for field in msgspec.structs.fields(kind)}
 
 
 def _struct_of(kind: inspect.Type) -> type[Any] | None:
