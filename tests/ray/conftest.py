@@ -38,12 +38,14 @@ def cluster() -> Iterator[str]:
         patch.setenv("RAY_health_check_period_ms", "500")
         patch.setenv("RAY_health_check_timeout_ms", "1000")
         patch.setenv("RAY_health_check_failure_threshold", "3")
+        for name, value in ray_cluster.NO_IDLE_WORKERS.items():
+            patch.setenv(name, value)
         patch.delenv("RAY_ADDRESS", raising=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from ray.cluster_utils import Cluster
 
-            made = Cluster(initialize_head=True, head_node_args=_node(num_cpus=4, acc=2, is_head=True))
+            made = Cluster(initialize_head=True, head_node_args=_node(num_cpus=4, acc=2))
             made.add_node(**_node(num_cpus=2, num_gpus=2, acc=2, far=2, address="127.0.0.2"))
             made.add_node(**_node(num_cpus=1, num_gpus=1, acc=2, far=2, address="127.0.0.3"))
             made.add_node(**_node(num_cpus=1, acc=1, address="127.0.0.4"))
@@ -118,9 +120,7 @@ def make_group() -> Iterator[ray_cluster.MakeGroup]:
         ray_cluster.remove(group_id)
 
 
-def _node(
-    *, num_cpus: int, acc: int, num_gpus: int = 0, far: int = 0, address: str | None = None, is_head: bool = False
-) -> dict[str, object]:
+def _node(*, num_cpus: int, acc: int, num_gpus: int = 0, far: int = 0, address: str | None = None) -> dict[str, object]:
     options: dict[str, object] = {
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
@@ -128,8 +128,6 @@ def _node(
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
     }
-    if is_head:
-        options["_system_config"] = {"prestart_worker_first_driver": False}
     if address is not None:
         options["node_ip_address"] = address
     return options

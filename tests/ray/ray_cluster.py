@@ -26,6 +26,9 @@ AddNode = Callable[..., Callable[[], None]]
 ACC = {"acc": 1.0}
 FAR = {"far": 1.0}
 
+NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
+"""Environment of clusters that start no worker process for each processor before somebody needs one."""
+
 PREFIX = new_instance_name()
 numbers = itertools.count()
 

@@ -42,7 +42,7 @@ def home() -> Iterator[Path]:
 def environment(home: Path, **variables: str) -> dict[str, str]:
     """Return the environment of a fresh login: without the tests' cluster, without a token."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return {**plain, "HOME": str(home), "RAY_TMPDIR": str(home), **variables}
+    return {**plain, "HOME": str(home), "RAY_TMPDIR": str(home), **ray_cluster.NO_IDLE_WORKERS, **variables}
 
 
 def join(address: str, env: dict[str, str], *more: str) -> str:
@@ -69,7 +69,13 @@ def test_connect_without_an_address_starts_a_cluster_that_stops_with_the_connect
     assert ray_cluster.wait_until(lambda: not processes_below(home), 10)
 
 
-@pytest.mark.parametrize(("victim", "name"), [("raylet", "raylet"), ("gcs_server", "control store")])
+@pytest.mark.parametrize(
+    ("victim", "name"),
+    [
+        pytest.param("raylet", "raylet", marks=pytest.mark.grid),  # test_ray_serve.py kills it too
+        ("gcs_server", "control store"),
+    ],
+)
 def test_connect_local_cluster_that_dies_ends_the_program_and_leaves_nothing(
     home: Path, victim: str, name: str
 ) -> None:

@@ -132,7 +132,14 @@ async def test_ray_launcher_two_engines_generate_same_tokens_after_replacement(
         assert replacement.ends == ["it has ended"]
 
 
-@pytest.mark.parametrize(("executor", "tp"), [("in-process", 1), ("processes", 2)])
+@pytest.mark.parametrize(
+    ("executor", "tp"),
+    [
+        # an engine without workers of its own starts, and reads a wrong checkpoint, below
+        pytest.param("in-process", 1, marks=pytest.mark.grid),
+        ("processes", 2),
+    ],
+)
 @in_loop
 async def test_ray_launcher_workers_not_actors_engine_takes_their_resources(
     cluster, checkpoint, expected, executor, tp
@@ -296,7 +303,8 @@ async def test_ray_launcher_resources_held_by_others_waits(cluster, make_group: 
     [
         ("pack", ["head", "head", "other"]),
         pytest.param("spread", ["127.0.0.2", "127.0.0.3", "127.0.0.4", "head"], marks=pytest.mark.grid),
-        ("strict-spread", ["127.0.0.2", "127.0.0.3", "127.0.0.4", "head"]),
+        # two engines are spread above, and tests/unit/cluster/test_engine_placement.py has every policy
+        pytest.param("strict-spread", ["127.0.0.2", "127.0.0.3", "127.0.0.4", "head"], marks=pytest.mark.grid),
     ],
 )
 @in_loop

@@ -126,6 +126,7 @@ def test_llm_in_a_driver_creates_one_placement_group_and_replaces_a_killed_worke
         assert texts(llm) == expected
 
 
+@pytest.mark.grid  # test_ray_workers.py names a killed worker, test_processes_of_a_server.py gives an engine up
 def test_llm_killed_worker_of_an_engine_without_restarts_is_named_in_the_error(cluster, checkpoint):
     options = {"executor": "ray", "tensor_parallel_size": 2, "ray_worker_resources": ACC, "max_engine_restarts": 0}
     with LLM(checkpoint, **options, **ON_RAY) as llm:
@@ -137,6 +138,7 @@ def test_llm_killed_worker_of_an_engine_without_restarts_is_named_in_the_error(c
                 texts(llm)
 
 
+@pytest.mark.grid  # test_ray_engines.py has the groups, test_ray_model_ids.py an LLM with such an engine
 def test_llm_engines_that_are_actors_have_a_group_each(cluster, checkpoint, expected):
     options = {"data_parallel_backend": "ray", "data_parallel_size": 2, "ray_worker_resources": ACC}
     with LLM(checkpoint, ray_address=cluster, **options, **ON_RAY) as llm:

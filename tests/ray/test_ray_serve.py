@@ -95,8 +95,11 @@ def test_serve_killed_engine_resumes_its_constrained_stream(
         assert wait_until_whole(http, 2) == {**there, rank: incarnation + 1}
 
 
-def test_serve_killed_ray_driver_resumes_its_streams(server: ServerProcess) -> None:
-    """Every engine exits with the driver, and requests wait for the replacements."""
+def test_serve_killed_ray_driver_resumes_its_streams_and_killed_supervisor_leaves_nothing(
+    server: ServerProcess,
+) -> None:
+    """Every engine exits with the driver, and requests wait for the replacements. Fixtures check actors and placement
+    groups after the supervisor's end."""
     with connect(server) as http:
         there = wait_until_whole(http, 2)
         expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
@@ -108,6 +111,13 @@ def test_serve_killed_ray_driver_resumes_its_streams(server: ServerProcess) -> N
             got += event
         assert got == expected
         assert wait_until_whole(http, 2) == {rank: incarnation + 1 for rank, incarnation in there.items()}
+    actors = [entry["Pid"] for entry in ray_cluster.living_actors()]
+    processes = [*actors, *server.children]
+    directories = [path for pid in processes for path in sockets_of(pid)]
+    assert directories
+    server.process.kill()
+    wait_until_gone(processes, SECONDS)
+    assert ray_cluster.wait_until(lambda: not any(path.exists() for path in directories), SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -144,19 +154,6 @@ def descendants(pid: int) -> list[int]:
 
 def name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
-
-
-def test_serve_killed_supervisor_leaves_nothing(server: ServerProcess) -> None:
-    # the fixtures check actors and placement groups
-    with connect(server) as http:
-        wait_until_whole(http, 2)
-    actors = [entry["Pid"] for entry in ray_cluster.living_actors()]
-    processes = [*actors, *server.children]
-    directories = [path for pid in processes for path in sockets_of(pid)]
-    assert directories
-    server.process.kill()
-    wait_until_gone(processes, SECONDS)
-    assert ray_cluster.wait_until(lambda: not any(path.exists() for path in directories), SECONDS)
 
 
 def sockets_of(pid: int) -> list[Path]:
