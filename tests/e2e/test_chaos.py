@@ -47,9 +47,9 @@ def check(report: dict[str, Any], num_requests: int) -> None:
 @pytest.mark.timeout(180)
 def test_chaos_processes_killed_no_request_fails_or_changes(checkpoint, tmp_path):
     """Processes may be killed faster than a busy machine starts them, so the faults end before the load."""
-    faults = ("--faults", "6", "--every", "1", "--settled", "3", "--heartbeat-timeout", "1")
-    options = ("--model", str(checkpoint), "--requests", "40", "--concurrency", "4", *faults)
-    check(chaos(tmp_path / "log", *options, seconds=170), 40)
+    faults = ("--faults", "4", "--every", "1", "--settled", "3", "--heartbeat-timeout", "1")
+    options = ("--model", str(checkpoint), "--requests", "30", "--concurrency", "4", *faults)
+    check(chaos(tmp_path / "log", *options, seconds=170), 30)
 
 
 @pytest.mark.slow

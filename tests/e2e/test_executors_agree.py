@@ -11,10 +11,10 @@ from checkpoints import FAMILIES, make_checkpoint
 
 from eagleray.config.resolve import DEMO_MODEL_DIR
 
-# (family, tensor parallel, pipeline parallel, asynchronous): each value at least once
+# (family, tensor parallel, pipeline parallel, asynchronous): each size and mode, dense and with experts. The grid has
+# the other combinations.
 COMBINATIONS = [
     ("qwen3", 2, 1, False),
-    ("llama", 1, 2, True),
     ("qwen3_moe", 2, 2, True),
 ]
 # (family, tensor parallel, pipeline parallel, how tokens come to experts that are divided among the workers)

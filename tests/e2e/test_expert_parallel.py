@@ -104,7 +104,7 @@ def test_expert_group_idle_takes_no_steps(server, http, prompts):
 
 
 def test_expert_group_random_requests_tokens_equal_one_engine(http, prompts, expected):
-    random_load(http, prompts, expected, seconds=3.0, seed=0)
+    random_load(http, prompts, expected, seconds=1.5, seed=0)
 
 
 @pytest.mark.slow

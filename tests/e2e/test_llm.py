@@ -295,6 +295,7 @@ def undisturbed(llm):
     return token_ids(llm)
 
 
+@pytest.mark.grid  # test_fleet.py has a batch on two engines, one of which is killed while it computes
 def test_generate_several_engines_share_batch(checkpoint, undisturbed):
     with LLM(str(checkpoint), data_parallel_size=2, **OPTIONS) as llm:
         pids = [child_of_ours("engine-0"), child_of_ours("engine-1")]

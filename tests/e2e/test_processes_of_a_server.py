@@ -109,6 +109,7 @@ def test_serve_stopped_workers_exit(checkpoint, how):
         wait_until_gone(pids, END_SECONDS)
 
 
+@pytest.mark.grid  # test_streams_survive.py kills an engine too, and stops its worker
 def test_serve_killed_engine_its_workers_exit(checkpoint):
     with serve(checkpoint, *OPTIONS, *WORKERS) as server:
         pids = [server.child("engine-0"), *workers_of(server)]

@@ -20,8 +20,8 @@ from grammar_walks import schema_errors
 from serving import END_SECONDS, ServerProcess, serve, wait_until_gone
 
 SECONDS = 90.0
-TOKENS = 800
-REGEX = "([a-z]{3,8} ){80}[a-z]{3,8}\\."
+TOKENS = 400
+REGEX = "([a-z]{3,8} ){30}[a-z]{3,8}\\."
 SCHEMA = {
     "type": "array",
     "items": {
@@ -33,8 +33,8 @@ SCHEMA = {
         "required": ["name", "size"],
         "additionalProperties": False,
     },
-    "minItems": 20,
-    "maxItems": 20,
+    "minItems": 9,
+    "maxItems": 9,
 }
 CONSTRAINED = [
     {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},

@@ -123,7 +123,11 @@ def generate(llm):
 
 @pytest.mark.parametrize(
     ("options", "num_workers"),
-    [({"executor": "in-process"}, 1), ({"executor": "processes", "tensor_parallel_size": 2}, 2)],
+    [
+        # the worker of the next test is in process
+        pytest.param({"executor": "in-process"}, 1, marks=pytest.mark.grid),
+        ({"executor": "processes", "tensor_parallel_size": 2}, 2),
+    ],
     ids=["in-process", "processes"],
 )
 def test_mixin_receives_a_weight_by_its_rank_in_the_default_group(checkpoint, options, num_workers):

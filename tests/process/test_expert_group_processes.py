@@ -30,7 +30,14 @@ class Member:
         self.pipe.close()
 
 
-@pytest.mark.parametrize("where", [HERE, ELSEWHERE], ids=["one node", "two nodes"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        # tests/e2e/test_expert_parallel.py kills engines on one node
+        pytest.param(HERE, id="one node", marks=pytest.mark.grid),
+        pytest.param(ELSEWHERE, id="two nodes"),
+    ],
+)
 def test_expert_group_killed_member_is_noticed_and_replaced(where):
     own_node, own_address = ("here", where[1])
     group = make_group(0, own_address)

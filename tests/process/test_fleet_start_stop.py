@@ -167,7 +167,7 @@ def port_grabber():
 
 
 def test_supervisor_start_and_stop_repeatedly_leaves_nothing():
-    rounds(3)
+    rounds(2)
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def check_streams(connect, medium: str, *, num_small: int, num_large: int, size:
 
 @pytest.mark.parametrize("medium", MEDIA)
 def test_message_queue_many_messages_arrive_in_order(connect, medium):
-    check_streams(connect, medium, num_small=20_000, num_large=20, size=8 << 20, seconds=SECONDS)
+    check_streams(connect, medium, num_small=10_000, num_large=10, size=8 << 20, seconds=SECONDS)
 
 
 @pytest.mark.slow
