@@ -84,6 +84,7 @@ def test_forward_over_ranks_equals_transformers(checkpoints, case, dispatch):
         torch.testing.assert_close(logits, expected, atol=ROUNDING, rtol=0)
 
 
+@pytest.mark.grid  # in plain torch: engines below in float32, ranks below in bfloat16
 @pytest.mark.parametrize("dispatch", OPTIONS)
 def test_forward_over_ranks_in_plain_torch_equals_whole_model(checkpoints, dispatch, plain_kernels):
     checkpoint = checkpoints("qwen3_moe")

@@ -236,7 +236,9 @@ def test_scheduler_random_operations_invariants_hold(depth, policy, caching, rew
     assert stats.num_preemptions > 0 and (stats.num_prefix_hits > 0) == caching
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize(
+    "seed", [*range(150), *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(150, 300))]
+)
 def test_scheduler_random_small_engine_tokens_equal_undisturbed(seed):
     choose = random.Random(seed)
     block_size, max_model_len = choose.randrange(1, 5), choose.randrange(4, 28)

@@ -83,7 +83,9 @@ def check_step(pair: Pair, logits: torch.Tensor, rows: list[int]) -> Sampled:
     return sampled
 
 
-@pytest.mark.parametrize("vocab_size, split_size", [(3, 16), (37, 16), (300, 64), (600, 512)])
+@pytest.mark.parametrize(
+    "vocab_size, split_size", [(3, 16), (37, 16), pytest.param(300, 64, marks=pytest.mark.grid), (600, 512)]
+)
 def test_device_sampler_random_requests_equal_cpu_sampler(vocab_size: int, split_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     pair = Pair(vocab_size, split_size)

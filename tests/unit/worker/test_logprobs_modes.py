@@ -98,9 +98,15 @@ def check(report: TokenLogprobs, expected: torch.Tensor, *, is_logits: bool) -> 
     assert all(first >= second - 1e-4 for first, second in itertools.pairwise(ranked))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "vocab_size"),
+    [
+        *((mode, 37) for mode in MODES),
+        # Of a vocabulary in several splits one mode has each step: the softmax, and the cuts before it.
+        *(pytest.param(mode, 600, marks=() if mode == "processed_logprobs" else pytest.mark.grid) for mode in MODES),
+    ],
+)
 @pytest.mark.parametrize("kind", ["host", "device"])
-@pytest.mark.parametrize("vocab_size", [37, 600])
 def test_sampler_reports_numbers_of_its_mode(kind: str, mode: str, vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     num_checked = num_dropped = 0

@@ -69,8 +69,14 @@ def multiply_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- modes
 
 
-@pytest.mark.parametrize("rows", [DECODES, MIXED, LONG, [(4, 1)]])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("rows", "window"),
+    [
+        *((rows, 5) for rows in (DECODES, MIXED, LONG, [(4, 1)])),
+        (DECODES, None),
+        *(pytest.param(rows, None, marks=pytest.mark.grid) for rows in (MIXED, LONG, [(4, 1)])),
+    ],
+)
 def test_run_batch_padded_to_its_bucket_has_the_bits_of_the_list(
     rows: Rows, window: int | None, multiply_by_row
 ) -> None:
