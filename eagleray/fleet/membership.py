@@ -49,6 +49,10 @@ class Membership:
         """Attached engines, whether they have joined or not."""
         return [member for member in self._addresses if isinstance(member, EngineId)]
 
+    def has_joined(self, member: MemberId) -> bool:
+        """Whether the member was published and has not left."""
+        return member in self._joined
+
     def expect(self, member: MemberId) -> None:
         """Record that `member` was spawned: its exit is published even if it comes before `attach`."""
         self._expected.add(member)

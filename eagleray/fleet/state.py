@@ -15,12 +15,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 
-import msgspec
-
-from eagleray.config.lora_modules import lora_modules
-from eagleray.config.resolve import expert_engines, local_ranks, served_names
+from eagleray.config.resolve import expert_engines, local_ranks
 from eagleray.config.sections import Config
 from eagleray.errors import EagleRayError, InvalidRequest, Unavailable, WrongState
 from eagleray.fleet import timeouts
@@ -31,7 +27,6 @@ from eagleray.fleet.control.instance import (
     ReplaceEngine,
     SendAnswer,
     SendCommand,
-    SteeredInstance,
 )
 from eagleray.fleet.control.machine import Control
 from eagleray.fleet.events import (
@@ -52,8 +47,10 @@ from eagleray.fleet.external_clients import ExternalClients
 from eagleray.fleet.membership import Membership
 from eagleray.fleet.process_exit import ProcessExit
 from eagleray.fleet.replica import Replica, Starting, Up
-from eagleray.fleet.restart_policy import EndInstance, GiveUp, RestartDecision, RestartHistory, decide_restart
-from eagleray.fleet.scaling import Admit, Drain, Remove, RestartReplica, Scaling, StartReplica, Step
+from eagleray.fleet.replicas import Replicas
+from eagleray.fleet.restart_policy import EndInstance, GiveUp
+from eagleray.fleet.scaling import Scaling
+from eagleray.fleet.scaling_operations import Admit, Drain, FleetChanges, Remove, RestartReplica, StartReplica, Step
 from eagleray.fleet.turn import (
     Action,
     BrokenConnectionTimer,
@@ -66,8 +63,7 @@ from eagleray.fleet.turn import (
     StopTimer,
     Turn,
 )
-from eagleray.hub.locate import model_root
-from eagleray.identity import ClientId, EngineId, MemberId, replica_key
+from eagleray.identity import ClientId, EngineId, MemberId
 from eagleray.log import get_logger
 from eagleray.messages.control import CommandDone, ControlCall
 from eagleray.messages.failure import Ended, Failure
@@ -111,20 +107,9 @@ class FleetState:
         self._unix_clock = unix_clock
         self._turn = Turn()
         self._membership = Membership(self._turn)
-        self._replicas: dict[MemberId, Replica] = {}
-        """Replicas by replica key."""
-        self._leaving: set[MemberId] = set()
-        """Keys of replicas that are dropped when their processes have exited."""
-        self._incarnations: dict[MemberId, int] = {}
-        """Last incarnations of replicas that were dropped, by key."""
-        self._scaling = Scaling(
-            self._replicas,
-            self._turn,
-            instance=instance,
-            forbidden=self._scaling_forbidden,
-            shortage=shortage,
-            is_member=self._membership.__contains__,
-        )
+        self._replicas = Replicas(config, self._turn, self._membership)
+        self._changes = FleetChanges(self._replicas, self._membership, self._turn, instance=instance, shortage=shortage)
+        self._scaling = Scaling(self._changes, self._turn, instance=instance, forbidden=self._scaling_forbidden)
         self._adopted: set[ClientId] = set()
         """Clients in the supervisor's process."""
         self._known: set[tuple[ClientId, EngineId]] = set()
@@ -132,7 +117,7 @@ class FleetState:
         self._external_clients = ExternalClients(instance, self._turn, self._membership)
         self._rendezvous = ExpertRendezvous(local_ranks(config)) if expert_engines(config) > 1 else None
         """None if engines do not share experts."""
-        self._control = _control(config, instance)
+        self._control = Control.of(config, instance)
         self._infos: dict[EngineId, EngineInfo] = {}
         """Properties of engines that have started and not joined."""
         self._to_replace: list[tuple[EngineId, str]] = []
@@ -141,7 +126,7 @@ class FleetState:
         """Whether nothing is started any more."""
         self._stop: Stop | None = None
         """The message to members, while the instance stops."""
-        self._kinds_to_stop: list[type[MemberId]] = []
+        self._kinds_to_stop: list[type[EngineId | ClientId]] = []
         """Kinds of members whose processes are to be told to stop, when those that were told before have exited."""
         if self._control.state.adapters:
             self._membership.publish_state(self._control.state)
@@ -154,9 +139,8 @@ class FleetState:
     @property
     def engines(self) -> set[EngineId]:
         """Engines that clients know or are to know soon."""
-        known = self._replicas.keys() - self._scaling.held.keys()
-        expected = (self._replicas[key].expected for key in known)
-        return {engine for engine in expected if isinstance(engine, EngineId)}
+        known = (member for key, member in self._replicas.expected().items() if key not in self._changes.held)
+        return {engine for engine in known if isinstance(engine, EngineId)}
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle an event at the time `now`, in seconds of a monotonic clock. Returns what is to be done, in order."""
@@ -164,10 +148,10 @@ class FleetState:
         match event:
             case StartEngines(ranks):
                 for rank in ranks:
-                    self._add_replica(EngineId(self.instance, rank))
+                    self._replicas.add(EngineId(self.instance, rank))
             case StartApiServers(indices):
                 for index in indices:
-                    self._add_replica(ClientId(self.instance, index))
+                    self._replicas.add(ClientId(self.instance, index))
             case Adopt(client, address):
                 self._adopted.add(client)
                 self._attach(client, address, has_heartbeat=False)
@@ -180,12 +164,12 @@ class FleetState:
                 if self._set_up(client):
                     self._join(client, None)
             case Exited(member, cause):
-                if replica := self._replica_of(member):
+                if replica := self._replicas.of(member):
                     self._on_ended(replica.on_exit(cause))
-                    self._drop_if_gone(replica)
+                    self._replicas.drop_if_gone(replica)
                     self._continue_stop()
             case Ended(EngineId() | ClientId() as member, cause):
-                if replica := self._replica_of(member):
+                if replica := self._replicas.of(member):
                     self._on_ended(replica.fail(cause))
             case Silent(member, seconds):
                 self._replace(member, f"it was silent for {seconds:.0f} s")
@@ -196,7 +180,7 @@ class FleetState:
             case ControlCall(request=(Scale() | RestartEngines() | GetScaling()) as request):
                 self._scaling.call(event, request)
             case Drained(client, engine):
-                self._scaling.on_drained(client, engine)
+                self._changes.on_drained(client, engine)
             case ControlCall():
                 self._carry_out(self._control.call(event, now))
             case CommandDone():
@@ -243,47 +227,8 @@ class FleetState:
 
     # Replicas
 
-    def _add_replica(self, key: MemberId) -> None:
-        first = msgspec.structs.replace(key, incarnation=self._incarnations.get(key, -1) + 1)
-        execution, ray = self._config.execution, self._config.ray
-        # An actor waits for its placement before it starts.
-        is_actor = isinstance(first, EngineId) and self._config.parallel.data_parallel_backend == "ray"
-        placement_seconds = ray.ray_placement_timeout if is_actor else 0.0
-        self._replicas[key] = replica = Replica(
-            first,
-            turn=self._turn,
-            decide=partial(self._decide_restart, first),
-            start_seconds=execution.startup_timeout + placement_seconds + timeouts.START_MARGIN_SECONDS,
-        )
-        self._membership.expect(first)
-        replica.start()
-
-    def _decide_restart(
-        self, member: MemberId, history: RestartHistory, uptime: float | None, cause: Failure
-    ) -> tuple[RestartHistory, RestartDecision]:
-        is_engine, max_restarts = isinstance(member, EngineId), self._config.recovery.max_engine_restarts
-        return decide_restart(
-            history,
-            uptime=uptime,
-            cause=cause,
-            max_restarts=max_restarts if is_engine or max_restarts == 0 else None,
-            max_delay=timeouts.MAX_ENGINE_DELAY_SECONDS if is_engine else timeouts.MAX_API_SERVER_DELAY_SECONDS,
-            instance_has_served=self.is_serving,
-        )
-
-    def _replica_of(self, member: MemberId) -> Replica | None:
-        """Return the member's replica; None for members without one, and for past incarnations."""
-        replica = self._replicas.get(replica_key(member))
-        return replica if replica is not None and replica.member == member else None
-
-    def _engine(self, key: MemberId) -> EngineId:
-        """Return the newest incarnation of an engine."""
-        engine = self._replicas[key].member
-        assert isinstance(engine, EngineId)
-        return engine
-
     def _replace(self, member: MemberId, reason: str) -> None:
-        if replica := self._replica_of(member):
+        if replica := self._replicas.of(member):
             self._on_ended(replica.fail(Failure.noticed(reason), kills=True))
 
     def _on_ended(self, ended: ProcessExit | None) -> None:
@@ -294,7 +239,7 @@ class FleetState:
         is_held = False
         if isinstance(ended.member, EngineId):
             self._infos.pop(ended.member, None)
-            is_held = self._scaling.on_ended(ended.member, None if ended.is_replaced else ended.as_exception())
+            is_held = self._changes.on_ended(ended.member, None if ended.is_replaced else ended.as_exception())
         self._leave(left, is_known=not is_held)
         if ended.decision is None:
             return
@@ -316,9 +261,8 @@ class FleetState:
         with the others."""
         if isinstance(ended.decision, GiveUp):
             is_needed = self._rendezvous is not None and isinstance(ended.member, EngineId)
-            known = self._replicas.keys() - self._scaling.held.keys()
-            expected = (self._replicas[key].expected for key in known)
-            return is_needed or not any(type(member) is type(ended.member) for member in expected)
+            known = (key for key in self._replicas.expected() if key not in self._changes.held)
+            return is_needed or not any(type(key) is type(ended.member) for key in known)
         return isinstance(ended.decision, EndInstance)
 
     # Members
@@ -335,11 +279,11 @@ class FleetState:
         self._control.attach(member, self._turn.now)
         self._membership.attach(member, address, has_heartbeat=has_heartbeat)
         if isinstance(member, ClientId):
-            for key in self._scaling.undrained:
-                self._turn.send(Draining(self._engine(key)), member)
+            for key in self._changes.undrained:
+                self._turn.send(Draining(self._replicas.engine(key)), member)
 
     def _on_bound(self, member: MemberId, address: str) -> None:
-        replica = self._replica_of(member)
+        replica = self._replicas.of(member)
         if replica is None or replica.expected != member or member in self._membership:
             return
         self._attach(member, address, has_heartbeat=True)
@@ -350,7 +294,7 @@ class FleetState:
         """Record that a member has started. Returns False if it has left, or had started already."""
         if member not in self._membership:  # it has left, or was never attached
             return False
-        replica = self._replica_of(member)
+        replica = self._replicas.of(member)
         return replica is None or replica.set_up()
 
     def _on_engine_started(self, started: EngineStarted) -> None:
@@ -362,7 +306,7 @@ class FleetState:
             logger.info("%s has started; it serves when it has the weights of update %d", engine.label, required)
 
     def _join(self, member: MemberId, info: EngineInfo | None) -> None:
-        replica = self._replica_of(member)
+        replica = self._replicas.of(member)
         if replica is not None and (seconds_away := replica.end_downtime()) is not None:
             logger.info("%s serves again after %.1f s", member.label, seconds_away)
         elif info is not None:
@@ -371,13 +315,13 @@ class FleetState:
         self._check_serving()
 
     def _check_serving(self) -> None:
-        if self.is_serving or not all(replica.is_settled for replica in self._replicas.values()):
+        if self.is_serving or not self._replicas.are_settled:
             return
-        members = [replica.member for replica in self._replicas.values() if replica.expected is not None]
+        members = self._replicas.expected().values()
         engines = [member for member in members if isinstance(member, EngineId)]
         clients = [member for member in members if isinstance(member, ClientId)]
         if self._known.issuperset(itertools.product([*clients, *self._adopted], engines)):
-            self.is_serving = True
+            self.is_serving = self._replicas.instance_has_served = True
             self._known.clear()
             self._turn.act(Serve())
 
@@ -417,7 +361,7 @@ class FleetState:
                 case PublishState(state):
                     self._membership.publish_state(state)
                 case JoinEngine(engine):
-                    if not self._scaling.on_ready(engine):
+                    if not self._changes.on_ready(engine):
                         self._join(engine, self._infos.pop(engine))
                 case ReplaceEngine(engine, cause):
                     self._to_replace.append((engine, cause))
@@ -458,32 +402,30 @@ class FleetState:
         """Carry out a step of a scaling operation."""
         match step:
             case StartReplica(key):
-                self._forget_vacant(key)
-                self._add_replica(key)
+                self._replicas.add(key)
             case Admit(keys):
                 for key in keys:
-                    engine = self._scaling.held.pop(key)
+                    engine = self._changes.held.pop(key)
                     assert engine is not None
                     self._set_ranks()
                     self._join(engine, self._infos.pop(engine))
                 self._set_ranks()
             case Drain(key):
                 clients = self._membership.clients
-                self._scaling.undrained[key] = set(clients)
-                self._turn.send(Draining(self._engine(key)), *clients)
+                self._changes.undrained[key] = set(clients)
+                self._turn.send(Draining(self._replicas.engine(key)), *clients)
             case Remove(EngineId() as key, cause):
-                self._leaving.add(key)
+                replica = self._replicas.let_go(key)
                 self._set_ranks()
-                self._let_go(self._replicas[key], cause, returns=False)
+                self._let_leave(replica, cause, returns=False)
             case Remove(key, cause, grace):
-                self._leaving.add(key)
-                self._stop_api_server(self._replicas[key], grace)
+                self._stop_api_server(self._replicas.let_go(key), grace)
             case RestartReplica(key, cause):
-                self._let_go(self._replicas[key], cause, returns=True)
+                self._let_leave(self._replicas[key], cause, returns=True)
 
-    def _let_go(self, replica: Replica, cause: str, *, returns: bool) -> None:
+    def _let_leave(self, replica: Replica, cause: str, *, returns: bool) -> None:
         """Have an engine leave on purpose: its requests move at once, as after an exit."""
-        engine, is_known = self._engine(replica.key), replica.key not in self._scaling.held
+        engine, is_known = self._replicas.engine(replica.key), replica.key not in self._changes.held
         is_member = isinstance(replica.state, Starting | Up)
         if replica.leave(returns=returns):
             self._turn.send(Stop(0.0), engine)
@@ -494,35 +436,22 @@ class FleetState:
             self._leave(left, is_known=is_known, flushes=True)
         elif is_known:
             self._membership.retire(left)
-        self._drop_if_gone(replica)
+        self._replicas.drop_if_gone(replica)
 
     def _stop_api_server(self, replica: Replica, grace: float) -> None:
         replica.close()
         if replica.stop(grace):
             self._turn.send(Stop(grace), replica.member)
-        self._drop_if_gone(replica)
-
-    def _drop_if_gone(self, replica: Replica) -> None:
-        """Drop a replica that leaves, once nothing of it is left."""
-        if replica.key in self._leaving and replica.is_gone:
-            self._leaving.discard(replica.key)
-            self._forget_vacant(replica.key)
-
-    def _forget_vacant(self, key: MemberId) -> None:
-        if (replica := self._replicas.pop(key, None)) is not None:
-            assert replica.is_gone
-            self._incarnations[key] = replica.member.incarnation
+        self._replicas.drop_if_gone(replica)
 
     def _set_ranks(self) -> None:
         """Have control calls and weights count the engines that are to serve from now on."""
-        keys = self._replicas.keys() - self._leaving - self._scaling.held.keys()
-        engines = [key for key in keys if isinstance(key, EngineId)]
-        self._control.set_ranks(key.rank for key in engines if self._replicas[key].expected is not None)
+        self._control.set_ranks(engine.rank for engine in self.engines)
 
     # The expert group
 
     def _on_experts_opened(self, message: ExpertsOpened) -> None:
-        engine, replica = message.engine, self._replica_of(message.engine)
+        engine, replica = message.engine, self._replicas.of(message.engine)
         if self._rendezvous is None or replica is None or engine not in self._membership:
             return
         replica.wait_for_others()
@@ -569,8 +498,7 @@ class FleetState:
     def _close(self) -> None:
         self._is_closed = True
         self._scaling.fail(Unavailable("the instance stops"))
-        for replica in self._replicas.values():
-            replica.close()
+        self._replicas.close()
 
     def _fail_instance(self, error: EagleRayError) -> None:
         """Restart nothing from now on, and send the cause to the clients."""
@@ -582,8 +510,7 @@ class FleetState:
 
     def _kill_all(self) -> None:
         self._close()
-        for replica in self._replicas.values():
-            replica.kill()
+        self._replicas.kill()
         self._external_clients.clear()
         self._continue_stop()
 
@@ -594,44 +521,16 @@ class FleetState:
         self._kinds_to_stop = [EngineId]
         self._turn.send(self._stop, *self._external_clients)
         self._turn.timers.set(StopTimer(), self._turn.now + grace)
-        self._stop_replicas(ClientId, self._stop)
+        self._replicas.stop(ClientId, self._stop)
         self._continue_stop()
-
-    def _stop_replicas(self, kind: type[MemberId], stop: Stop) -> None:
-        for replica in self._replicas.values():
-            if isinstance(replica.member, kind) and replica.stop(stop.grace):
-                self._turn.send(stop, replica.member)
 
     def _continue_stop(self) -> None:
         """Stop the next kind of members when nothing of the one before is left."""
-        while self._stop is not None and not self._external_clients and self._has_stopped(ClientId):
+        while self._stop is not None and not self._external_clients and self._replicas.have_stopped(ClientId):
             if self._kinds_to_stop:
-                self._stop_replicas(self._kinds_to_stop.pop(), Stop(0.0, cause=self._stop.cause))
-            elif self._has_stopped(EngineId):
+                self._replicas.stop(self._kinds_to_stop.pop(), Stop(0.0, cause=self._stop.cause))
+            elif self._replicas.have_stopped(EngineId):
                 self._stop = None
                 self._turn.act(Stopped())
             else:
                 return
-
-    def _has_stopped(self, kind: type[MemberId]) -> bool:
-        of_kind = (replica for replica in self._replicas.values() if isinstance(replica.member, kind))
-        return all(replica.is_gone or replica.is_stuck for replica in of_kind)
-
-
-def _control(config: Config, instance: str) -> Control:
-    parallel = config.parallel
-    return Control(
-        SteeredInstance(
-            instance,
-            ranks=local_ranks(config),
-            workers_per_engine=parallel.world_size,
-            num_workers=parallel.data_parallel_size * parallel.world_size,
-            shares_experts=expert_engines(config) > 1,
-            adapters=lora_modules(config),
-            max_adapters=config.lora.max_loras if config.lora.enable_lora else 0,
-            model_names=served_names(config.model),
-            updates_in_place=config.execution.weight_update == "in-place",
-        ),
-        weight_update_timeout=config.recovery.weight_update_timeout,
-        checkpoint=None if config.model.load_format == "dummy" else model_root(config.model),
-    )

@@ -29,6 +29,8 @@ class Timers(Generic[Key]):
 
     def set(self, key: Key, due: float) -> None:
         """Set the timer `key`, instead of an earlier one of that key."""
+        if (former := self._due.get(key)) is not None and former[0] == due:
+            return
         number = next(self._numbers)
         self._due[key] = due, number
         heapq.heappush(self._heap, (due, number, key))

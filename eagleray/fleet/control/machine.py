@@ -12,6 +12,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from eagleray.config.lora_modules import lora_modules
+from eagleray.config.resolve import expert_engines, local_ranks, served_names
+from eagleray.config.sections import Config
 from eagleray.errors import DeadlineExceeded, EagleRayError, TransferBroken, WrongState
 from eagleray.fleet import timeouts
 from eagleray.fleet.control import operations
@@ -22,6 +25,7 @@ from eagleray.fleet.control.operations import Answer, Commands, Condition, Repli
 from eagleray.fleet.control.rules import NAMES, check_state, may_resume
 from eagleray.fleet.control.weight_sources import WeightSources
 from eagleray.fleet.control.weight_update import WeightUpdates
+from eagleray.hub.locate import model_root
 from eagleray.identity import ClientId, EngineId, MemberId
 from eagleray.log import get_logger
 from eagleray.messages.control import (
@@ -97,6 +101,27 @@ class Control:
         return min(times, default=None)
 
     # Events.
+
+    @classmethod
+    def of(cls, config: Config, instance: str) -> Control:
+        """Return the state machine of an instance that starts."""
+        parallel = config.parallel
+        steered = SteeredInstance(
+            instance,
+            ranks=local_ranks(config),
+            workers_per_engine=parallel.world_size,
+            num_workers=parallel.data_parallel_size * parallel.world_size,
+            shares_experts=expert_engines(config) > 1,
+            adapters=lora_modules(config),
+            max_adapters=config.lora.max_loras if config.lora.enable_lora else 0,
+            model_names=served_names(config.model),
+            updates_in_place=config.execution.weight_update == "in-place",
+        )
+        return cls(
+            steered,
+            weight_update_timeout=config.recovery.weight_update_timeout,
+            checkpoint=None if config.model.load_format == "dummy" else model_root(config.model),
+        )
 
     def set_ranks(self, ranks: Iterable[int]) -> None:
         """Record that the instance has engines of these ranks from now on."""

@@ -198,7 +198,7 @@ class Fleet:
         """Attach the process and wait until it is up."""
         member = await self.bind(process)
         member.start()
-        await self.until(lambda: isinstance(self.supervisor._state._replica_of(process.id).state, Up))
+        await self.until(lambda: isinstance(self.supervisor._state._replicas.of(process.id).state, Up))
         return member
 
     async def bind(self, process: FakeProcess) -> FakeMember:

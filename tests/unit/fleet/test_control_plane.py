@@ -109,7 +109,7 @@ async def test_control_plane_engine_without_the_weights_that_are_required_joins_
         client, process = await it.adopt(), await it.launcher.next()
         engine = await it.bind(process)
         engine.send(EngineStarted(process.id, INFO, update=5))
-        await it.until(lambda: isinstance(it.supervisor._state._replica_of(process.id).state, Up))
+        await it.until(lambda: isinstance(it.supervisor._state._replicas.of(process.id).state, Up))
         command = await receive(engine, Command)
         assert command.body == FetchWeights(update=0, weight_dir=str(DEMO_MODEL_DIR))
         assert not it.supervisor.serving.is_set()

@@ -45,7 +45,7 @@ async def test_supervisor_start_members_receive_each_others_joined(caplog):
         assert client.attach == Attach(API_SERVER, it.address, [], client.attach.heartbeat)
         assert client.attach.heartbeat
         client.start()
-        await it.until(lambda: isinstance(it.supervisor._state._replica_of(API_SERVER).state, Up))
+        await it.until(lambda: isinstance(it.supervisor._state._replicas.of(API_SERVER).state, Up))
         first = await it.bring_up(processes[ENGINES[0]])
         assert await client.receive() == Joined(ENGINES[0], first.inbox.address, INFO)
         assert not it.supervisor.serving.is_set()

@@ -97,7 +97,7 @@ async def test_rendezvous_engine_killed_forms_next_epoch_with_replacement():
                 [ENGINES[0], next_incarnation(ENGINES[1])],
             )
         replacement.start()
-        await it.until(lambda: isinstance(it.supervisor._state._replica_of(next_incarnation(ENGINES[1])).state, Up))
+        await it.until(lambda: isinstance(it.supervisor._state._replicas.of(next_incarnation(ENGINES[1])).state, Up))
         assert processes[0].signals == []
 
 
