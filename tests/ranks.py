@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from eagleray.messages.steps import GroupOpened
-from eagleray.messages.workers import Topology
+from eagleray.messages.workers import GroupOpened, Topology
 from eagleray.parallel.groups import Groups, OpenedGroups
 from eagleray.parallel.mesh import Mesh
 

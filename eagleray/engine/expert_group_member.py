@@ -22,8 +22,9 @@ from eagleray.errors import DeadlineExceeded, ExpertGroupBroken
 from eagleray.identity import SUPERVISOR, EngineId
 from eagleray.log import get_logger
 from eagleray.messages.lifecycle import EngineStarted, ExpertsFormed, ExpertsOpened, OpenExperts
-from eagleray.messages.steps import CallDone, EngineOpened, GroupOpened, JoinGroup, OpenGroup
+from eagleray.messages.steps import CallDone, JoinGroup, OpenGroup
 from eagleray.messages.waves import WaveStarted
+from eagleray.messages.workers import EngineOpened, GroupOpened
 from eagleray.scheduler.request import AddressedChunk
 
 logger = get_logger(__name__)

@@ -21,8 +21,6 @@ from eagleray.messages.membership import EngineInfo, ProcessInfo, RoutingInfo
 from eagleray.messages.steps import (
     AllocateCache,
     CallDone,
-    EngineOpened,
-    GroupOpened,
     JoinGroup,
     LoadModel,
     MeasureMemory,
@@ -32,6 +30,7 @@ from eagleray.messages.steps import (
     WorkerCall,
     WorkerReply,
 )
+from eagleray.messages.workers import EngineOpened, GroupOpened
 from eagleray.scheduler.scheduler import Scheduler
 
 logger = get_logger(__name__)

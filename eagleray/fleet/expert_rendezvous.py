@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from eagleray.identity import EngineId
 from eagleray.messages.lifecycle import OpenExperts
-from eagleray.messages.steps import EngineOpened
+from eagleray.messages.workers import EngineOpened
 
 
 class ExpertRendezvous:

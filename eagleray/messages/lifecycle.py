@@ -20,8 +20,7 @@ from eagleray.messages.control import Command, CommandDone, ControlCall, Control
 from eagleray.messages.failure import Ended
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.scaling import Drained, Draining
-from eagleray.messages.steps import EngineOpened
-from eagleray.messages.workers import RayContext
+from eagleray.messages.workers import EngineOpened, RayContext
 
 
 class EngineSpec(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from eagleray.messages.membership import ProcessInfo
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.weight_transfer import TransferCall, TransferReply
-from eagleray.messages.workers import Topology
+from eagleray.messages.workers import EngineOpened, GroupOpened
 
 GroupName = Literal["engine", "expert"]
 """`engine`: tensor-parallel group and pipeline links of one engine. `expert`: the workers that divide the experts, of
@@ -144,27 +144,6 @@ class OpenGroup(msgspec.Struct, frozen=True, tag=True):
 
     name: GroupName
     epoch: int = 0
-
-
-class GroupOpened(msgspec.Struct, frozen=True, tag=True):
-    """Handles of the resources that this worker has opened, for the other workers; None for resources it did not
-    open."""
-
-    store: str | None = None
-    """`host:port` of the rendezvous store of torch.distributed, bound by the first rank of the group."""
-    segment: bytes | None = None
-    """Handle of the shared memory of ranks on one node, created by the first of them. In an expert group every rank
-    sends one, with its process, so that the ranks can watch each other."""
-
-
-class EngineOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """Handles and nodes of the workers of one engine."""
-
-    rank: int
-    """Rank of the engine in the group."""
-    topology: Topology
-    opened: list[GroupOpened]
-    """Handles by worker rank."""
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""Spec of a worker, the same for every executor."""
+"""Spec of a worker, the same for every executor, and the handles by which the workers of a group join each other."""
 
 from __future__ import annotations
 
@@ -81,3 +81,24 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Handle for `transport.message_queue_peer`."""
     heartbeat: bytes
     """Handle for `transport.heartbeat`."""
+
+
+class GroupOpened(msgspec.Struct, frozen=True, tag=True):
+    """Handles of the resources that this worker has opened, for the other workers; None for resources it did not
+    open."""
+
+    store: str | None = None
+    """`host:port` of the rendezvous store of torch.distributed, bound by the first rank of the group."""
+    segment: bytes | None = None
+    """Handle of the shared memory of ranks on one node, created by the first of them. In an expert group every rank
+    sends one, with its process, so that the ranks can watch each other."""
+
+
+class EngineOpened(msgspec.Struct, frozen=True, kw_only=True):
+    """Handles and nodes of the workers of one engine."""
+
+    rank: int
+    """Rank of the engine in the group."""
+    topology: Topology
+    opened: list[GroupOpened]
+    """Handles by worker rank."""

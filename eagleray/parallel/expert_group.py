@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from eagleray.errors import ChannelClosed, ExpertGroupBroken
-from eagleray.messages.steps import EngineOpened, GroupOpened
+from eagleray.messages.workers import EngineOpened, GroupOpened
 from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
 from eagleray.parallel.group import RehearsalGroup, TensorParallelGroup
 from eagleray.parallel.mesh import SINGLE_ENGINE, EnginePosition

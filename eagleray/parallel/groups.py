@@ -12,8 +12,7 @@ from contextlib import ExitStack
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from eagleray.messages.steps import GroupOpened
-from eagleray.messages.workers import Topology
+from eagleray.messages.workers import GroupOpened, Topology
 from eagleray.parallel.default_group import DefaultGroup, open_default_group
 from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
 from eagleray.parallel.expert_group import ExpertGroup

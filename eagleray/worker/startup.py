@@ -29,8 +29,8 @@ from eagleray.kernels.forward_batch import PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger, has_bars
 from eagleray.messages.membership import ProcessInfo
-from eagleray.messages.steps import GroupOpened, ModelLoaded
-from eagleray.messages.workers import Topology
+from eagleray.messages.steps import ModelLoaded
+from eagleray.messages.workers import GroupOpened, Topology
 from eagleray.models.base import Model
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.moe.layout import ExpertOptions

@@ -33,10 +33,8 @@ from eagleray.messages.steps import (
     Call,
     CallDone,
     CallExtension,
-    EngineOpened,
     ExtensionReturned,
     GrammarPrepared,
-    GroupOpened,
     JoinGroup,
     LoadModel,
     LoadNullModel,
@@ -60,7 +58,7 @@ from eagleray.messages.steps import (
     WriteAdapter,
 )
 from eagleray.messages.weight_transfer import PollTransfer, TransferCall, TransferReply
-from eagleray.messages.workers import Topology
+from eagleray.messages.workers import EngineOpened, GroupOpened, Topology
 from eagleray.parallel.mesh import Mesh
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.transport.message_queue_peer import MessageQueuePeer

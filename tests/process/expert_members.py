@@ -7,8 +7,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from eagleray.messages.steps import EngineOpened
-from eagleray.messages.workers import Topology
+from eagleray.messages.workers import EngineOpened, Topology
 from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.parallel.group import SingleRankGroup
 from eagleray.parallel.mesh import EnginePosition

@@ -20,16 +20,8 @@ from eagleray.executor.choose import open_executor
 from eagleray.executor.executor import Executor
 from eagleray.identity import EngineId
 from eagleray.messages.sampling import Sampling
-from eagleray.messages.steps import (
-    CallDone,
-    GroupOpened,
-    LoadModel,
-    LoadNullModel,
-    ModelLoaded,
-    NewRow,
-    OpenGroup,
-    StepPlan,
-)
+from eagleray.messages.steps import CallDone, LoadModel, LoadNullModel, ModelLoaded, NewRow, OpenGroup, StepPlan
+from eagleray.messages.workers import GroupOpened
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 DEADLINE = 30.0

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from eagleray.cluster.context import current_ray_context
-from eagleray.messages.workers import RayContext
+from eagleray.messages.workers import GroupOpened, RayContext
 
 HERE = str(Path(__file__).parent)
 
@@ -36,7 +36,7 @@ def main() -> None:
 
     from eagleray.executor.executor import Executor
     from eagleray.executor.ray_actors import start_ray_actors
-    from eagleray.messages.steps import GroupOpened, OpenGroup
+    from eagleray.messages.steps import OpenGroup
 
     context = msgspec.json.decode(sys.argv[1], type=RayContext)
     group = start_ray_actors(

@@ -11,8 +11,8 @@ import msgspec
 
 from eagleray.errors import ChannelClosed, ConfigError
 from eagleray.messages.codec import Codec
-from eagleray.messages.steps import Call, GroupOpened, Reply
-from eagleray.messages.workers import WorkerSpec
+from eagleray.messages.steps import Call, Reply
+from eagleray.messages.workers import GroupOpened, WorkerSpec
 from eagleray.transport.heartbeat import HeartbeatSender
 from eagleray.transport.message_queue_peer import MessageQueuePeer
 

@@ -30,7 +30,8 @@ from eagleray.executor.ray_graph.graph import Graph, GraphActor, call_actors, to
 from eagleray.executor.ray_graph.group import start_ray_graph
 from eagleray.identity import EngineId
 from eagleray.messages.sampling import Sampling
-from eagleray.messages.steps import CallDone, GroupOpened, LoadNullModel, NewRow, OpenGroup, StepPlan
+from eagleray.messages.steps import CallDone, LoadNullModel, NewRow, OpenGroup, StepPlan
+from eagleray.messages.workers import GroupOpened
 
 pytestmark = pytest.mark.grid
 """The usual suite has this executor in `test_ray_agree`."""

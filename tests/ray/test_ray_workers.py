@@ -29,8 +29,8 @@ from eagleray.executor.executor import Executor
 from eagleray.executor.queue_group import QueueGroup
 from eagleray.executor.ray_actors import start_ray_actors
 from eagleray.identity import EngineId
-from eagleray.messages.steps import GroupOpened, OpenGroup
-from eagleray.messages.workers import RayContext
+from eagleray.messages.steps import OpenGroup
+from eagleray.messages.workers import GroupOpened, RayContext
 
 HERE = str(Path(__file__).parent)
 CANARY = "canary-4711-of-this-test"

@@ -18,7 +18,6 @@ from eagleray.messages.steps import (
     CallDone,
     CallExtension,
     ExtensionReturned,
-    GroupOpened,
     JoinGroup,
     LoadModel,
     MeasureMemory,
@@ -51,7 +50,7 @@ from eagleray.messages.weight_transfer import (
     UpdateApplied,
     UpdateChecked,
 )
-from eagleray.messages.workers import Topology
+from eagleray.messages.workers import GroupOpened, Topology
 
 ENGINE = EngineId("i", 0)
 

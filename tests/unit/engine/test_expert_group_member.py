@@ -21,8 +21,9 @@ from eagleray.messages.membership import Joined
 from eagleray.messages.outputs import Chunks
 from eagleray.messages.requests import Abort, Generate
 from eagleray.messages.sampling import Sampling, Stopping
-from eagleray.messages.steps import EngineOpened, GroupOpened, JoinGroup, OpenGroup, StepPlan
+from eagleray.messages.steps import JoinGroup, OpenGroup, StepPlan
 from eagleray.messages.waves import WaveStarted
+from eagleray.messages.workers import EngineOpened, GroupOpened
 
 CLIENT = ClientId("i", 0)
 HERE, OTHER = EngineId("i", 0), EngineId("i", 1)

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from eagleray.fleet.expert_rendezvous import ExpertRendezvous
 from eagleray.identity import EngineId, next_incarnation
 from eagleray.messages.lifecycle import OpenExperts
-from eagleray.messages.steps import EngineOpened, GroupOpened
-from eagleray.messages.workers import Topology
+from eagleray.messages.workers import EngineOpened, GroupOpened, Topology
 
 SINGLE_WORKER = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
 ENGINES = [EngineId("i", rank) for rank in range(3)]

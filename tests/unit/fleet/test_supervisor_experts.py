@@ -12,8 +12,7 @@ from eagleray.fleet.replica import Up
 from eagleray.identity import EngineId, next_incarnation
 from eagleray.messages.lifecycle import ExpertsFormed, ExpertsOpened, OpenExperts
 from eagleray.messages.membership import Joined, Left
-from eagleray.messages.steps import EngineOpened, GroupOpened
-from eagleray.messages.workers import Topology
+from eagleray.messages.workers import EngineOpened, GroupOpened, Topology
 
 ENGINES = [EngineId("i", rank) for rank in range(2)]
 TOGETHER = {"data_parallel_size": 2, "enable_expert_parallel": True}

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from ranks import DEADLINE, together, topology
 
-from eagleray.messages.steps import EngineOpened
-from eagleray.messages.workers import Topology
+from eagleray.messages.workers import EngineOpened, Topology
 from eagleray.models.moe.layout import ExpertOptions
 from eagleray.parallel.groups import Groups, OpenedGroups
 from eagleray.parallel.mesh import EnginePosition, Mesh

@@ -10,8 +10,7 @@ import msgspec
 import torch
 from ranks import together, topology
 
-from eagleray.messages.steps import EngineOpened, GroupOpened
-from eagleray.messages.workers import Topology
+from eagleray.messages.workers import EngineOpened, GroupOpened, Topology
 from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.parallel.groups import Groups, OpenedGroups
 from eagleray.parallel.mesh import SINGLE_ENGINE, EnginePosition, Mesh

@@ -25,16 +25,8 @@ from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.memory_release import ReleasableStorages, release_pages
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.onednn import OneDnnBackend
-from eagleray.messages.steps import (
-    AllocateCache,
-    Call,
-    EngineOpened,
-    GroupOpened,
-    JoinGroup,
-    LoadModel,
-    OpenGroup,
-    StepPlan,
-)
+from eagleray.messages.steps import AllocateCache, Call, JoinGroup, LoadModel, OpenGroup, StepPlan
+from eagleray.messages.workers import EngineOpened, GroupOpened
 from eagleray.models import registry
 from eagleray.models.base import Model
 from eagleray.models.registry import load_model

@@ -22,8 +22,6 @@ from eagleray.messages.steps import (
     AllocateCache,
     Call,
     CallDone,
-    EngineOpened,
-    GroupOpened,
     JoinGroup,
     LoadModel,
     ModelLoaded,
@@ -35,6 +33,7 @@ from eagleray.messages.steps import (
     StepResult,
     WorkerExpertLoad,
 )
+from eagleray.messages.workers import EngineOpened, GroupOpened
 from eagleray.worker.worker import Worker
 
 PROMPT = random_prompt(0, 20, 384)

@@ -24,9 +24,7 @@ from eagleray.messages.steps import (
     Call,
     CallDone,
     CallExtension,
-    EngineOpened,
     GrammarPrepared,
-    GroupOpened,
     JoinGroup,
     LoadModel,
     LoadNullModel,
@@ -38,6 +36,7 @@ from eagleray.messages.steps import (
     ReadExpertLoad,
     StepPlan,
 )
+from eagleray.messages.workers import EngineOpened, GroupOpened
 from eagleray.models import registry
 from eagleray.models.base import Model
 from eagleray.parallel.groups import Groups
