@@ -40,7 +40,15 @@ import chaos_ray
 from chaos_faults import FaultInjector
 from chaos_hosts import Cluster
 from chaos_leaks import Leaks
-from chaos_load import ChaosOutcome, ChaosRequest, find_broken_constraints, find_differences, make_requests, run_load
+from chaos_load import (
+    ANSWER_FORMATS,
+    ChaosOutcome,
+    ChaosRequest,
+    find_broken_constraints,
+    find_differences,
+    make_requests,
+    run_load,
+)
 from chaos_report import SHOWN, ChaosReport, show_report, wait_percentiles
 from chaos_server import CONTROL_STORE, RAYLET, ChaosFailed, Server, Target, exit_on_sigterm
 from chaos_steering import Steering
@@ -348,9 +356,7 @@ def _arguments(options: argparse.Namespace, root: Path) -> list[str]:
         "--heartbeat-timeout": options.heartbeat_timeout,
         "--startup-timeout": RAY_START_SECONDS if {"raylet", "gcs"} & set(options.victims) else START_SECONDS,
         "--dtype": "float32",  # answers must be equal, not only valid
-        "--tool-call-parser": "hermes",
-        "--reasoning-parser": "chaos",
-        "--reasoning-parser-plugin": Path(__file__).with_name("chaos_reasoning.py"),
+        **ANSWER_FORMATS,
         "--num-threads": 1,
     }
     if options.expert_parallel:  # then the exit of one engine pauses the streams of all

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -166,6 +167,12 @@ TOOLS = [
 ]
 REASONING_START = "^"
 """Start marker of the format in `chaos_reasoning.py`."""
+ANSWER_FORMATS = {
+    "--tool-call-parser": "hermes",
+    "--reasoning-parser": "chaos",
+    "--reasoning-parser-plugin": str(Path(__file__).with_name("chaos_reasoning.py")),
+}
+"""Options of a server to which this load is sent, whatever its model is."""
 ENDS = {"ignore_eos": False, "max_tokens": 250, "thinking_token_budget": 20}
 """For requests whose answers end by themselves. Any model may think, because the marker is one of its tokens."""
 

@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 
 import fuzzing.bodies
 import fuzzing.broken_checkpoints
+import fuzzing.constraints
 import fuzzing.raw_http
 import fuzzing.readers
 import fuzzing.surroundings  # noqa: F401

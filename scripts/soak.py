@@ -30,7 +30,7 @@ import chaos_ray
 import httpx
 from chaos_faults import FaultInjector
 from chaos_leaks import Leaks, segments
-from chaos_load import ChaosOutcome, ChaosRequest, find_differences, make_requests, run_load
+from chaos_load import ANSWER_FORMATS, REGEX, ChaosOutcome, ChaosRequest, find_differences, make_requests, run_load
 from chaos_server import ChaosFailed, Server, exit_on_sigterm, processes_with
 
 ROUND_SECONDS = 45.0
@@ -213,6 +213,7 @@ class DisconnectingClients:
 
     async def _disconnect(self, http: httpx.AsyncClient) -> None:
         body = {"prompt": "Return the", "max_tokens": 800, "ignore_eos": True, "stream": True}
+        body |= self._rng.choice(({}, {"structured_outputs": {"regex": REGEX}, "temperature": 1.0}))
         num_events = self._rng.randrange(0, 20)
         async with http.stream("POST", "/v1/completions", json=body | {"n": self._rng.randrange(1, 4)}) as response:
             async for _ in response.aiter_lines():
@@ -299,6 +300,7 @@ def _arguments(options: argparse.Namespace) -> list[str]:
         "--max-engine-restarts": 10**6,
         "--heartbeat-timeout": options.heartbeat_timeout,
         "--dtype": "float32",
+        **ANSWER_FORMATS,
         "--num-threads": 1,
         "--kv-cache-memory": "64MiB",
     }
