@@ -165,6 +165,8 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA["items"], "strict": True}}
     for name in TOOL_NAMES
 ]
+THINKING = r"(\s*\^[^~]*~)?"
+"""Expression of thinking that is a part of the text, where answers are not divided into parts."""
 REASONING_START = "^"
 """Start marker of the format in `chaos_reasoning.py`."""
 ANSWER_FORMATS = {
@@ -341,7 +343,7 @@ def find_choice_differences(expected: Choice, got: Choice) -> list[str]:
 def find_broken_constraints(request: ChaosRequest, answer: ChaosAnswer) -> list[str]:
     """Describe finished completions that do not follow the constraint of their request; empty if all do."""
     return [
-        f"choice {index} breaks its constraint: {choice.text[-SHOWN:]!r}, calls {choice.calls}"
+        f"choice {index} breaks its constraint: {choice.text!r}, calls {choice.calls}"
         for index, choice in answer.choices.items()
         if choice.finish_reason in ("stop", "tool_calls") and not _follows(request.body, choice)
     ]
@@ -352,7 +354,7 @@ def _follows(body: dict[str, Any], choice: Choice) -> bool:
         records = _parsed(choice.text)
         return isinstance(records, list) and len(records) >= SCHEMA["minItems"] and all(map(_is_record, records))
     if "regex" in body.get("structured_outputs", {}):
-        return re.fullmatch(REGEX, choice.text) is not None
+        return re.fullmatch(THINKING + REGEX, choice.text) is not None
     arguments = [call.removeprefix(name) for call in choice.calls for name in TOOL_NAMES if call.startswith(name)]
     are_records = all(_is_record(_parsed(text)) for text in arguments) and len(arguments) == len(choice.calls)
     return are_records and (bool(choice.calls) or body.get("tool_choice") != "required")

@@ -51,6 +51,7 @@ WORDS = "stone " * 60 + "walks."
     [
         ("schema", {"text": f"[{', '.join([RECORD] * 4)}]"}, {"text": f"[{RECORD}]"}),
         ("schema", {"text": f"[{', '.join([RECORD] * 5)}]"}, {"text": f"[{', '.join([RECORD] * 4)}"}),
+        ("regex", {"text": f"\n^ Hm.~{WORDS}"}, {"text": f"^ Hm.~~{WORDS}"}),
         ("regex", {"text": WORDS}, {"text": WORDS[1:] + "."}),
         ("tools", {"calls": [f"find{RECORD}"]}, {"calls": [f"lose{RECORD}"]}),
         ("tools", {"calls": [f"count_all{RECORD}"]}, {"calls": ['find{"name": "river", "count": 1000}']}),
