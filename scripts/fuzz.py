@@ -32,7 +32,7 @@ import fuzzing.broken_checkpoints
 import fuzzing.constraints
 import fuzzing.raw_http
 import fuzzing.readers
-import fuzzing.surroundings  # noqa: F401
+import fuzzing.surroundings
 from chaos_server import ChaosFailed, Server, exit_on_sigterm
 from fuzzing.arena import Arena, Attack, registered
 from fuzzing.canary import Canary, Notes
@@ -259,7 +259,7 @@ def _address(server: Server) -> Address:
 
 
 async def _warm_up(address: Address, rng: random.Random) -> None:
-    """Use the whole cache and every endpoint once, so that later growth is no first use."""
+    """Use the caches of tokens and grammars and every endpoint once, so that later growth is no first use."""
     prompts = [[rng.randrange(3, 4000) for _ in range(WARM_UP_TOKENS)] for _ in range(WARM_UP_PROMPTS)]
     bodies: list[tuple[str, dict[str, object]]] = [
         ("/v1/completions", {"prompt": prompts, "max_tokens": 2}),
@@ -270,6 +270,7 @@ async def _warm_up(address: Address, rng: random.Random) -> None:
     ]
     for path, body in bodies:
         await post(address, path, encode(body))
+    await fuzzing.constraints.warm_up(address)
     await get(address, "/openapi.json")
     await get(address, "/metrics")
 

@@ -9,11 +9,15 @@ from typing import Any
 from fuzzing.arena import Arena, attack
 from fuzzing.bodies import CHAT, COMPLETIONS, REFUSED, user
 from fuzzing.values import Raw, encode, nested
-from fuzzing.wire import request
+from fuzzing.wire import Address, post, request
 
 ANSWERED = (200, 400)
 
 
+NUM_LEAVING = 3
+"""Number of clients that leave after each hostile constraint."""
+NUM_KEPT = 256
+"""Number of compiled grammars that a worker keeps."""
 LEVEL = '{"type":"object","properties":{"a":', "}}"
 
 
@@ -58,6 +62,19 @@ def _hostile(number: int) -> dict[str, dict[str, Any]]:
     }
 
 
+async def warm_up(address: Address) -> None:
+    """Fill the cache of grammars, start every process that compiles them, and follow many at once."""
+
+    async def send(constraint: dict[str, Any]) -> None:
+        body = {"prompt": "x", "max_tokens": 30, "temperature": 1, "timeout": 60, "structured_outputs": constraint}
+        await post(address, COMPLETIONS, encode(body))
+
+    await asyncio.gather(*(send({"json": _records(-number, 5)}) for number in range(1, NUM_KEPT + 1)))
+    for number in range(1, NUM_LEAVING + 1):
+        for constraint in _hostile(-number).values():
+            await send(constraint)
+
+
 @attack("bodies", "constraints that are huge, ambiguous, recursive or no constraints at all")
 async def constraints(arena: Arena) -> None:
     body = {"prompt": "x", "max_tokens": 50, "temperature": 1, "timeout": 60}
@@ -80,7 +97,7 @@ async def new_constraints(arena: Arena) -> None:
         for number in range(200)
     )
     await asyncio.gather(*posts)
-    for number in range(1, 4):
+    for number in range(1, NUM_LEAVING + 1):
         for constraint in _hostile(number).values():
             payload = encode({**body, "structured_outputs": constraint, "stream": True})
             _, writer = await asyncio.open_connection(*arena.address)
