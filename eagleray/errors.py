@@ -9,7 +9,7 @@
     │   │   ├── UnsupportedParameter  it asks for a feature that does not exist; says what there is instead
     │   │   └── PromptTooLong
     │   ├── UnknownModel
-    │   ├── NotFound                  a directory or an adapter that does not exist
+    │   ├── NotFound                  a directory, adapter or operation that does not exist
     │   ├── WrongState                a call that the instance's state forbids; says which call ends that state
     │   └── WeightsMismatch           weights that were pushed: names the tensor, expected and found
     ├── Unavailable                   cannot be served now, perhaps later; `retry_after` in seconds
@@ -86,7 +86,7 @@ class UnknownModel(UserError):
 
 
 class NotFound(UserError):
-    """A directory or an adapter that does not exist."""
+    """A directory, an adapter or an operation that does not exist."""
 
 
 class WrongState(UserError):

@@ -27,6 +27,7 @@ from eagleray.identity import ClientId
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.control import ControlRequest
 from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.scaling import FleetRequest
 from eagleray.messages.workers import RayContext
 from eagleray.prompts import PromptLike, parse_prompt
 
@@ -126,10 +127,12 @@ class LocalInstance:
             await self.guard(self._wait_for_all_engines())
             return await self.guard(self.client.call_workers(method, args, kwargs, timeout=timeout))
 
-    async def control(self, request: ControlRequest, timeout: float | None = None) -> dict[str, Any]:
+    async def control(
+        self, request: ControlRequest | FleetRequest, timeout: float | None = None, operation_id: str | None = None
+    ) -> dict[str, Any]:
         """Execute a control call and return its answer, see `Client.control`."""
         with self.raising_failure():
-            return await self.guard(self.client.control(request, timeout=timeout))
+            return await self.guard(self.client.control(request, timeout=timeout, operation_id=operation_id))
 
     @contextmanager
     def raising_failure(self) -> Iterator[None]:

@@ -10,7 +10,10 @@ from typing import Any
 
 from eagleray.client.control_requests import (
     init_transfer_request,
+    naming_scaling_fields,
     pause_request,
+    restart_request,
+    scale_request,
     sleep_request,
     start_request,
     update_request,
@@ -27,6 +30,7 @@ from eagleray.messages.control import (
     SetWeightVersion,
     ShutdownWeightTransfer,
 )
+from eagleray.messages.scaling import GetScaling
 
 METHODS_ELSEWHERE = {
     "apply_model": "write a worker extension (`worker_extension_cls`) and call its methods by `collective_rpc`",
@@ -149,6 +153,56 @@ class InstanceCalls:
     async def is_sleeping(self) -> bool:
         """Return whether weights, cache or steps sleep."""
         return bool(self._instance.client.state.asleep)
+
+    # The number of engines.
+
+    async def scale(
+        self,
+        data_parallel_size: int | None = None,
+        *,
+        remove_ranks: Sequence[int] = (),
+        drain_timeout: float = 0.0,
+        operation_id: str | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """Change the number of engines while requests run, and return the status of the operation at its end.
+
+        Engines that are added get requests as soon as all of them are ready. `remove_ranks`: engines that go, by
+        default those of the highest ranks; without `data_parallel_size` no others replace them. Their requests may
+        finish for `drain_timeout` seconds, and then continue on other engines. `operation_id`: calls with the same
+        id that ask for the same are one operation. `timeout`: seconds until `DeadlineExceeded` is raised, by default
+        ten minutes; the operation goes on then, as `scaling_status` shows.
+
+        Raises `InvalidRequest` for a number that is impossible, `WrongState` if another operation replaced this one,
+        and the error of an engine that did not start; the engines are those from before then.
+        """
+        with naming_scaling_fields():
+            request = scale_request(data_parallel_size, remove_ranks, drain_timeout=drain_timeout)
+            return await self._control(request, timeout, operation_id)
+
+    async def scale_elastic_ep(self, new_data_parallel_size: int, drain_timeout: float = 300) -> None:
+        """Change the number of engines, see `scale`."""
+        with naming_scaling_fields(data_parallel_size="new_data_parallel_size"):
+            await self._control(scale_request(new_data_parallel_size, drain_timeout=drain_timeout))
+
+    async def restart_engines(
+        self,
+        ranks: Sequence[int] = (),
+        *,
+        drain_timeout: float = 0.0,
+        operation_id: str | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """Replace engines by new processes, one after another, by default all, and return the status of the operation.
+        Requests continue meanwhile. The other parameters are those of `scale`."""
+        return await self._control(restart_request(ranks, drain_timeout), timeout, operation_id)
+
+    async def scaling_status(self, operation_id: str | None = None) -> dict[str, Any]:
+        """Return the status of a call of `scale` or `restart_engines`, by default of the one that runs, or the last.
+
+        Raises `NotFound` for an id that no call had; the last 100 are kept.
+        """
+        return await self._control(GetScaling(operation_id=operation_id))
 
     # Adapters.
 

@@ -54,6 +54,7 @@ from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient, ExpertLoad, WorkersReturned
 from eagleray.messages.requests import ClientToEngine
 from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.scaling import FleetRequest
 from eagleray.messages.structured_outputs import StructuredOutputsParams
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
 from eagleray.transport.heartbeat import HeartbeatSender
@@ -316,7 +317,7 @@ class Client:
         return await self._rpc_calls.call(engines, method, args, kwargs, timeout=timeout, as_torch=as_torch)
 
     async def control(
-        self, request: ControlRequest, *, timeout: float | None = None, operation_id: str | None = None
+        self, request: ControlRequest | FleetRequest, *, timeout: float | None = None, operation_id: str | None = None
     ) -> dict[str, Any]:
         """Have the instance execute a control call, such as `Pause`, on all its engines, and return the answer.
 

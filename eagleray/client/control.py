@@ -24,6 +24,7 @@ from eagleray.messages.control import (
 )
 from eagleray.messages.failure import Failure
 from eagleray.messages.plain import unpack
+from eagleray.messages.scaling import FleetRequest
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 """Default timeout of a call."""
@@ -44,7 +45,9 @@ class ControlCalls:
     def __len__(self) -> int:
         return len(self._calls)
 
-    async def call(self, request: ControlRequest, *, timeout: float | None, operation_id: str | None) -> dict[str, Any]:
+    async def call(
+        self, request: ControlRequest | FleetRequest, *, timeout: float | None, operation_id: str | None
+    ) -> dict[str, Any]:
         """Send a call and return its answer, see `Client.control`."""
         seconds = DEFAULT_TIMEOUT_SECONDS if timeout is None else timeout
         check_seconds(seconds)
@@ -111,5 +114,7 @@ def _as_error(failure: Failure) -> EagleRayError:
     kind = getattr(errors, failure.kind, None) if failure.kind else None
     if isinstance(kind, type) and issubclass(kind, EagleRayError):
         error: EagleRayError = kind(failure.message)
+        if isinstance(error, InvalidRequest):
+            error.param = failure.param
         return error
     return RequestFailed(str(failure))

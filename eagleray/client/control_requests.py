@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, get_args
 
 from eagleray.errors import InvalidRequest
@@ -17,6 +19,7 @@ from eagleray.messages.control import (
     WakeUp,
 )
 from eagleray.messages.plain import pack
+from eagleray.messages.scaling import RestartEngines, Scale
 
 TAGS: tuple[SleepTag, ...] = get_args(SleepTag)
 TAGS_OF_LEVEL: dict[int, tuple[SleepTag, ...]] = {
@@ -106,3 +109,59 @@ def _field(request: Any, name: str, call: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"`{call}` needs `{name}`, an object with the fields of the backend", param=name)
     return dict(value)
+
+
+def scale_request(
+    data_parallel_size: int | None = None,
+    remove_ranks: Sequence[int] = (),
+    api_server_count: int | None = None,
+    drain_timeout: float = 0.0,
+) -> Scale:
+    """`drain_timeout`: seconds for which an engine that goes may finish its requests."""
+    if data_parallel_size is None and not remove_ranks and api_server_count is None:
+        raise InvalidRequest("name a number to scale to: `data_parallel_size`, `remove_ranks` or `api_server_count`")
+    return Scale(
+        num_engines=None if data_parallel_size is None else _count("data_parallel_size", data_parallel_size),
+        remove_ranks=_ranks("remove_ranks", remove_ranks),
+        num_api_servers=None if api_server_count is None else _count("api_server_count", api_server_count),
+        drain_timeout=_drain_seconds(drain_timeout),
+    )
+
+
+def restart_request(ranks: Sequence[int] = (), drain_timeout: float = 0.0) -> RestartEngines:
+    """`ranks`: ranks of the engines; empty for all. `drain_timeout`: see `scale_request`."""
+    return RestartEngines(ranks=_ranks("ranks", ranks), drain_timeout=_drain_seconds(drain_timeout))
+
+
+@contextmanager
+def naming_scaling_fields(data_parallel_size: str = "data_parallel_size") -> Iterator[None]:
+    """Within the block, have errors about a field of `Scale` name the user's field: for the number of engines
+    `data_parallel_size`, which has other names in other APIs."""
+    names = {"num_engines": data_parallel_size, "num_api_servers": "api_server_count"}
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidRequest(f"`{name}` must be a whole number of at least 1, but it is {value!r}", param=name)
+    return value
+
+
+def _ranks(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks in order, each once, so that equal requests are equal."""
+    if isinstance(values, str) or any(isinstance(value, bool) or not isinstance(value, int) for value in values):
+        raise InvalidRequest(f"`{name}` must be a list of ranks, such as [1, 2], but it is {values!r}", param=name)
+    return tuple(sorted(set(values)))
+
+
+def _drain_seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise InvalidRequest(
+            f"`drain_timeout` must be a number of seconds that is not negative, but it is {value!r}",
+            param="drain_timeout",
+        )
+    return float(value)

@@ -13,8 +13,9 @@ from typing import Any
 from eagleray.errors import DeadlineExceeded, EagleRayError, InvalidRequest, NotFound, WrongState
 from eagleray.fleet import timeouts
 from eagleray.fleet.control.control_operation import Caller
-from eagleray.fleet.scaling_operations import FleetChanges, RolledBack, ScalingOperation, Step, Until
+from eagleray.fleet.scaling_operations import FleetChanges, Remove, RolledBack, ScalingOperation, Step, Until
 from eagleray.fleet.turn import ScalingTimer, Turn
+from eagleray.identity import MemberId, replica_key
 from eagleray.log import get_logger
 from eagleray.messages.control import ControlCall, ControlReturned
 from eagleray.messages.failure import Failure
@@ -108,6 +109,8 @@ class Scaling:
             except EagleRayError as error:
                 self._roll_back(operation, error)
             else:
+                if isinstance(step, Remove):
+                    self._answer_callers_at(operation, step.key)
                 if not isinstance(step, Until):
                     return step
                 operation.until = step
@@ -190,6 +193,7 @@ class Scaling:
         answer: dict[str, Any] = {
             "instance_id": self._instance,
             "operation_id": None,
+            "kind": None,
             "phase": "idle",
             "active_data_parallel_size": len(ranks),
             "participating_ranks": ranks,
@@ -209,6 +213,7 @@ class Scaling:
         began = self._turn.now - operation.began
         return answer | {
             "operation_id": operation.operation_id,
+            "kind": "scale" if isinstance(request, Scale) else "restart",
             "phase": operation.phase,
             "safe_to_delete_ranks": operation.removed,
             "waiting_for": None if operation.has_ended else self._progress(operation),
@@ -230,6 +235,12 @@ class Scaling:
         else:
             returned = ControlReturned(call_id=caller.call_id, answer=pack(outcome))
         self._turn.send(returned, caller.client)
+
+    def _answer_callers_at(self, operation: ScalingOperation, server: MemberId) -> None:
+        """Answer the callers at an API server that goes, and therefore cannot wait for the end of the operation."""
+        for caller in [caller for caller in operation.callers if replica_key(caller.client) == server]:
+            operation.callers.remove(caller)
+            self._answer(caller, self._describe(operation))
 
     def _set_timer(self) -> None:
         deadlines = [caller.deadline for operation in self._operations for caller in operation.callers]

@@ -37,6 +37,7 @@ from eagleray.server.openai.responses_api.route import InputTokensRoute, ParsedR
 from eagleray.server.openapi import describe
 from eagleray.server.pooling.routes import PoolingRoutes
 from eagleray.server.render import RenderRoute
+from eagleray.server.scaling_routes import ScalingRoutes
 from eagleray.server.server_info import ServerInfoRoute
 from eagleray.server.service import Service
 from eagleray.server.sglang.control import sglang_control_endpoints
@@ -111,6 +112,7 @@ def list_endpoints(service: Service, config: Config) -> list[Endpoint]:
             engine_world_size=config.parallel.world_size,
         ).endpoints(),
         *weight_endpoints(service),
+        *ScalingRoutes(service).endpoints(),
         *CollectiveRpcRoute(
             service,
             is_control=not config.serving.enable_collective_rpc,

@@ -54,6 +54,8 @@ class Operation(NamedTuple):
     """Whether the fields of the body may come as query parameters too, and the body may be left out."""
     response: Any = None
     """Type of the JSON answer; None: plain text, or nothing."""
+    may_be_accepted: bool = False
+    """Whether the status may be 202, of an answer about an operation that goes on."""
     gives_msgpack: bool = False
     """Whether the answer is msgpack for requests that accept it."""
     stream_event: Any = None

@@ -20,7 +20,7 @@ REASONS = {
     400: "The request is wrong; `param` names the field.",
     401: "No API key, or an unknown one.",
     403: "Without an API key, the route serves only clients of its own host.",
-    404: "The model is not served here, or a directory or adapter that the request names does not exist.",
+    404: "The model is not served here, or a directory, adapter or operation that is named does not exist.",
     409: "The state of the instance forbids the call; the message says which call ends it.",
     413: "The request's body is too large.",
     415: "The request's body is compressed in another way than by gzip.",
@@ -127,6 +127,8 @@ def _operation(method: str, operation: Operation, schema_of: dict[Any, Any], err
         event = _event_schema(schema_of[operation.stream_event], error_schema, is_named=operation.has_named_events)
         success["content"]["text/event-stream"] = {"schema": event}
     described: dict[str, Any] = {"summary": operation.summary, "responses": {"200": success}}
+    if operation.may_be_accepted:
+        described["responses"]["202"] = {**success, "description": "The operation goes on; ask for its status."}
     if (body_type := _body_type(method, operation)) is not None:
         schema = schema_of[body_type]
         if operation.body_rules is not None:

@@ -168,12 +168,19 @@ class Machine:
 
     # Calls.
 
-    def call(self, request: FleetRequest, *, operation_id: str | None = None, timeout: float = 600.0) -> int:
-        """Have the observer make a call. Returns its number, for `answer`."""
+    def call(
+        self,
+        request: FleetRequest,
+        *,
+        operation_id: str | None = None,
+        timeout: float = 600.0,
+        client: ClientId = OBSERVER,
+    ) -> int:
+        """Have a client make a call. Returns its number, for `answer`."""
         self._num_calls += 1
         self.handle(
             ControlCall(
-                client=OBSERVER,
+                client=client,
                 call_id=self._num_calls,
                 operation_id=operation_id or f"op-{self._num_calls}",
                 request=request,
@@ -186,7 +193,8 @@ class Machine:
         """Return the answer to a call, or its failure; None if there is none yet."""
         found = [
             message
-            for message in self.received[OBSERVER]
+            for messages in self.received.values()
+            for message in messages
             if isinstance(message, ControlReturned) and message.call_id == call_id
         ]
         assert len(found) <= 1, "a call is answered once"

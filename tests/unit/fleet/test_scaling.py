@@ -255,6 +255,16 @@ def test_scale_api_servers_are_added_and_finish_before_they_go():
     assert set(it.running) == {E[0], A[0]}
 
 
+def test_scale_caller_at_an_api_server_that_goes_is_answered_before():
+    it = Machine.serving(api_server_count=2)
+    call = it.call(Scale(num_api_servers=1), client=A[1])
+    answer = it.answer(call)
+    assert (answer["phase"], answer["kind"]) == ("committing", "scale")
+    assert it.received[A[1]][-1] == Stop(0.0), "the answer comes before the order to stop"
+    it.exit(A[1], "it ended with exit code 0")
+    assert it.answer(it.call(GetScaling()))["phase"] == "completed"
+
+
 def test_restart_engines_one_after_another():
     it = Machine.serving(data_parallel_size=2)
     it.forget()

@@ -128,6 +128,7 @@ CONTROL_PATHS = {
     *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights"),
     *("/finish_weight_update", "/abort_weight_update", "/weight_checker"),
     "/skyrl/v1/load_lora_adapter",
+    *("/scale", "/restart", "/scale_elastic_ep", "/is_scaling_elastic_ep"),
     *("/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 }
 
