@@ -73,6 +73,9 @@ class SupervisorId(msgspec.Struct, frozen=True, tag="supervisor"):
 
 SUPERVISOR = SupervisorId()
 
+FIRST_EXTERNAL_INDEX = 1_000_000
+"""Index of the first external client; API servers have smaller ones."""
+
 MemberId = EngineId | ClientId
 
 ProcessId = EngineId | ClientId | WorkerId | DriverId

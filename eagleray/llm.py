@@ -292,7 +292,7 @@ class LLM:
 
     @property
     def _default_in_flight(self) -> int:
-        return 2 * self.config.scheduling.max_num_seqs * self.config.parallel.data_parallel_size
+        return 2 * self.config.scheduling.max_num_seqs * len(self._instance.client.ranks)
 
     # Requests to pooling models.
 
@@ -395,8 +395,8 @@ class LLM:
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Return the number of workers, of all engines or of one."""
-        parallel = self.config.parallel
-        return parallel.world_size * (parallel.data_parallel_size if include_dp else 1)
+        num_engines = len(self._instance.client.ranks) if include_dp else 1
+        return num_engines * self.config.parallel.world_size
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
         """Return the parameters that `generate` uses by default: the model's own (`generation_config`).

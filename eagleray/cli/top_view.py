@@ -144,9 +144,11 @@ def _engine_line(engine: EngineRow, now: float) -> Text:
 
 def _event_line(event: EventRow, now: float) -> Text:
     ago = f"{_ago(now - event.time) + ' ago':12}"
+    sequel = "a replacement starts" if event.returns else "no replacement follows"
     if event.kind == "lost":
-        sequel = "a replacement starts" if event.returns else "no replacement follows"
         return Text.assemble(ago, (event.member, "red"), f" exited: {event.cause}; {sequel}")
+    if event.kind == "left":
+        return Text.assemble(ago, event.member, f" left: {event.cause}; {sequel}")
     if event.kind == "recovered":
         return Text.assemble(ago, (event.member, "green"), f" serves again after {event.downtime:.1f} s")
     return Text.assemble(ago, event.member, " has started")

@@ -54,7 +54,7 @@ from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient, ExpertLoad, WorkersReturned
 from eagleray.messages.requests import ClientToEngine
 from eagleray.messages.sampling import SamplingParams
-from eagleray.messages.scaling import FleetRequest
+from eagleray.messages.scaling import Drained, Draining, FleetRequest
 from eagleray.messages.structured_outputs import StructuredOutputsParams
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
 from eagleray.transport.heartbeat import HeartbeatSender
@@ -113,7 +113,9 @@ class Client:
         self._engines_changed = asyncio.Event()
         self._on_change: Callable[[], None] = lambda: None
         self._in_flight = InFlightRequests(client_id, router=router, send=outbox.send)
+        self._in_flight.on_drained = self._report_drained
         self._rpc_calls = RpcCalls(client_id, send=outbox.send)
+        self._rpc_calls.on_done = self._on_calls_done
         self._control_calls = ControlCalls(client_id, send=partial(outbox.send, SUPERVISOR))
         self._heartbeat: HeartbeatSender | None = None
         self._failure: str | None = None
@@ -192,6 +194,11 @@ class Client:
     def expects_engines(self) -> bool:
         """Whether an engine is starting, for the first time or again."""
         return self._failure is None and self._known_engines.expects_engines
+
+    @property
+    def ranks(self) -> list[int]:
+        """The data-parallel ranks of the deployment, in order, whether their engines are present or not."""
+        return self._known_engines.deployed_ranks
 
     @property
     def cause(self) -> str | None:
@@ -397,6 +404,9 @@ class Client:
             case Left():
                 self.history.record(message)
                 self._on_left(message)
+            case Draining(engine):
+                self._in_flight.drain(engine)
+                self._report_drained(engine)
             case Stop(grace, cause):
                 self.grace = grace
                 self.stopping.set()
@@ -430,9 +440,20 @@ class Client:
         if left.engine is not None:
             self._known_engines.set_absent_info(left.engine)
         self._outbox.disconnect(engine)
-        self._in_flight.on_engine_left(engine, cause=cause, will_restart=left.returns)
-        self._rpc_calls.fail(EngineFailed(f"{engine.label} ended: {cause}"), engine=engine)
+        self._in_flight.on_engine_left(engine, cause=cause, will_restart=left.returns, is_planned=left.is_planned)
+        verb = "left" if left.is_planned else "ended"
+        self._rpc_calls.fail(EngineFailed(f"{engine.label} {verb}: {cause}"), engine=engine)
         self._engines_changed.set()
+
+    def _report_drained(self, engine: EngineId) -> None:
+        """Report to the supervisor that nothing of this client runs on an engine that drains, if so."""
+        if not (self._is_closed or self._in_flight.are_on(engine) or self._rpc_calls.are_on(engine)):
+            self._outbox.send(SUPERVISOR, Drained(self.client_id, engine))
+
+    def _on_calls_done(self, engines: Sequence[EngineId]) -> None:
+        for engine in engines:
+            if self._router.is_drained(engine):
+                self._report_drained(engine)
 
     def _fail(self, cause: str) -> None:
         """Fail every request in flight, and every later one."""

@@ -39,6 +39,8 @@ class RpcCalls:
         self._send = send
         self._ids = itertools.count(1)
         self._calls: dict[int, RpcCall] = {}
+        self.on_done: Callable[[Sequence[EngineId]], None] = lambda engines: None
+        """Called with the engines of a call that has ended."""
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -85,7 +87,12 @@ class RpcCalls:
         finally:
             for call_id in calls:  # replies that arrive later are dropped
                 del self._calls[call_id]
+            self.on_done(engines)
         return [unpack(value, as_torch=as_torch) for engine_values in values for value in engine_values]
+
+    def are_on(self, engine: EngineId) -> bool:
+        """Whether a call is in flight on the engine."""
+        return any(call.engine == engine for call in self._calls.values())
 
     def deliver(self, returned: WorkersReturned) -> None:
         call = self._calls.get(returned.call_id)

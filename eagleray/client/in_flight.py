@@ -17,7 +17,7 @@ from typing import Protocol
 from eagleray.client.completion import Completion
 from eagleray.client.request import ClientRequest, RequestStream
 from eagleray.client.routing.router import Router
-from eagleray.errors import DeadlineExceeded, EagleRayError, EngineFailed
+from eagleray.errors import DeadlineExceeded, EagleRayError, EngineFailed, Unavailable
 from eagleray.identity import ClientId, EngineId
 from eagleray.log import get_logger
 from eagleray.messages.membership import EngineInfo
@@ -60,6 +60,8 @@ class InFlightRequests:
         self.observer: RecoveryObserver | None = None
         self.num_queued_seqs = 0
         """Number of completions of the requests for which no token has come."""
+        self.on_drained: Callable[[EngineId], None] = lambda engine: None
+        """Called when an engine that drains has none of these requests left."""
         self._client = client
         self._router = router
         self._send = send
@@ -78,8 +80,8 @@ class InFlightRequests:
     def start(self, request: ClientRequest) -> RequestStream:
         """Send a new request to an engine, or queue it until there is one. Its timeout begins to run.
 
-        Raises `InvalidRequest` for a rank that does not exist, `Unavailable` for one that was given up, and whatever
-        `send` raises; then the request is not in flight.
+        Raises `InvalidRequest` for a rank that does not exist or was removed, `Unavailable` for one that was given up,
+        and whatever `send` raises; then the request is not in flight.
         """
         self._dispatch(request)
         if request.timeout is not None:
@@ -141,10 +143,19 @@ class InFlightRequests:
         level = logging.INFO if num_sent else logging.DEBUG  # the supervisor logs once what every client notices
         logger.log(level, "%s has joined; requests sent from the queue: %d", engine.label, num_sent)
 
-    def on_engine_left(self, engine: EngineId, *, cause: str, will_restart: bool) -> None:
-        """Move, queue or fail the requests of an engine that exited, maybe before it had joined."""
-        message = f"{engine.label} ended: {cause}"
-        self._router.remove_engine(engine, cause=message, will_restart=will_restart)
+    def drain(self, engine: EngineId) -> None:
+        """Send no new requests to an engine that is going to leave, while there is another one."""
+        self._router.drain(engine)
+
+    def are_on(self, engine: EngineId) -> bool:
+        """Whether a request is assigned to the engine."""
+        return any(request.engine == engine for request in self._requests.values())
+
+    def on_engine_left(self, engine: EngineId, *, cause: str, will_restart: bool, is_planned: bool = False) -> None:
+        """Move, queue or fail the requests of an engine that left, maybe before it had joined. `is_planned`: it was told
+        to go, so no request is charged for that."""
+        message = f"{engine.label} {'left' if is_planned else 'ended'}: {cause}"
+        self._router.remove_engine(engine, cause=message, will_restart=will_restart, is_planned=is_planned)
         now = self._clock()
         num_before = len(self._requests)
         for request in [request for request in self._requests.values() if request.engine == engine]:
@@ -152,20 +163,28 @@ class InFlightRequests:
                 del self._completions[engine_request_id]
             request.interrupted_at = now if request.interrupted_at is None else request.interrupted_at
             if request.trace is not None:
-                request.trace.add_event("engine_exited", engine=engine.label, cause=cause)
-            if failure := request.on_engine_exit(message):
+                event = "engine_left" if is_planned else "engine_exited"
+                request.trace.add_event(event, engine=engine.label, cause=cause)
+            if is_planned:
+                request.leave_engine()
+            elif failure := request.on_engine_exit(message):
                 self._fail(request, failure)
         for request in self._queued():
             if not self._router.known_engines.may_serve(request.rank):
-                self._fail(request, EngineFailed(message))
+                kind = Unavailable if is_planned else EngineFailed
+                self._fail(request, kind(message))
         num_failed = num_before - len(self._requests)
-        self._report_failed(num_failed)
+        if not is_planned:
+            self._report_failed(num_failed)
         num_sent = self._dispatch_queued()
+        level = logging.INFO if is_planned else logging.WARNING
         logger.log(
-            logging.WARNING if num_before else logging.DEBUG,  # without requests the supervisor's log is enough
-            "%s has left: %s; requests sent to other engines: %d, queued: %d, failed: %d",
+            level if num_before else logging.DEBUG,  # without requests the supervisor's log is enough
+            "%s has left%s: %s; requests %s to other engines: %d, queued: %d, failed: %d",
             engine.label,
+            " as planned" if is_planned else "",
             cause,
+            "moved" if is_planned else "sent",
             num_sent,
             len(self._queued()),
             num_failed,
@@ -292,6 +311,8 @@ class InFlightRequests:
                 del self._completions[engine_request_id]
             self._record_finished(request, len(request.unfinished))
         del self._requests[request.request_id]
+        if request.engine is not None and self._router.is_drained(request.engine):
+            self.on_drained(request.engine)
         request.finished_at = time.perf_counter()
         self._leave_queue(request)
         request.notify_reader(done=True)

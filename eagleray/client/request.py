@@ -207,12 +207,16 @@ class ClientRequest:
         self._is_started = True
         self.awaits_token = not has_token
 
-    def on_engine_exit(self, cause: str) -> EngineFailed | None:
-        """Unassign the request from an engine that exited. Return an error if the request may not continue."""
+    def leave_engine(self) -> None:
+        """Unassign the request from an engine that left on purpose, which is not charged to the request."""
         self.engine = self.prefix_match = None
         # The count of cached tokens may have been delivered already, so that of the next engine is ignored.
         if self.completions[0].has_output or self.prompt_logprobs_from > 1 or self._num_cached_tokens:
             self._counts_cached_tokens = False
+
+    def on_engine_exit(self, cause: str) -> EngineFailed | None:
+        """Unassign the request from an engine that exited. Return an error if the request may not continue."""
+        self.leave_engine()
         if self._announces_start and not self._is_started:
             return None
         self._num_exits += 1

@@ -13,20 +13,17 @@ from typing import TypeGuard
 from eagleray.fleet import timeouts
 from eagleray.fleet.membership import Membership
 from eagleray.fleet.turn import LeaseTimer, Turn
-from eagleray.identity import ClientId, MemberId
+from eagleray.identity import FIRST_EXTERNAL_INDEX, ClientId, MemberId
 from eagleray.log import get_logger
 from eagleray.messages.lifecycle import Register
 from eagleray.messages.membership import Left
 
 logger = get_logger(__name__)
 
-FIRST_INDEX = 1_000_000
-"""Index of the first external client; API servers have smaller ones."""
-
 
 def is_external(member: MemberId) -> TypeGuard[ClientId]:
     """Whether the member is an external client."""
-    return isinstance(member, ClientId) and member.index >= FIRST_INDEX
+    return isinstance(member, ClientId) and member.index >= FIRST_EXTERNAL_INDEX
 
 
 @dataclass
@@ -43,7 +40,7 @@ class ExternalClients:
     def __init__(self, instance: str, turn: Turn, membership: Membership) -> None:
         self._turn = turn
         self._membership = membership
-        self._ids = (ClientId(instance, index) for index in itertools.count(FIRST_INDEX))
+        self._ids = (ClientId(instance, index) for index in itertools.count(FIRST_EXTERNAL_INDEX))
         self._leases: dict[ClientId, Lease] = {}
         self._by_address: dict[str, ClientId] = {}
 

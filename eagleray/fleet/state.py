@@ -235,7 +235,8 @@ class FleetState:
         """Publish that an incarnation has ended, and see what that means to the others."""
         if ended is None:
             return
-        left = Left(ended.member, str(ended.cause), returns=ended.is_replaced)
+        is_planned = replica_key(ended.member) in self._leaving
+        left = Left(ended.member, str(ended.cause), returns=ended.is_replaced, is_planned=is_planned)
         is_held = False
         if isinstance(ended.member, EngineId):
             self._infos.pop(ended.member, None)

@@ -12,7 +12,7 @@ MAX_EVENTS = 200
 
 
 class MemberHistory:
-    """The last `MAX_EVENTS` changes, and the last one of each replica that is present or comes back."""
+    """The last `MAX_EVENTS` changes, and the last one of each replica that is present, comes back or was removed."""
 
     def __init__(self, events: Iterable[Joined | Left] = ()) -> None:
         self.events = [*events]
@@ -23,7 +23,8 @@ class MemberHistory:
             event = Joined(event.member, "", time=event.time)
         self.events.append(event)
         if len(self.events) > MAX_EVENTS:
-            needed = {id(last) for last in self.latest().values() if isinstance(last, Joined) or last.returns}
+            lasts = self.latest().values()
+            needed = {id(last) for last in lasts if isinstance(last, Joined) or last.returns or last.is_planned}
             oldest = next((index for index, old in enumerate(self.events) if id(old) not in needed), None)
             if oldest is not None:
                 del self.events[oldest]

@@ -106,11 +106,7 @@ def list_endpoints(service: Service, config: Config) -> list[Endpoint]:
         *GenerationRoute(service, ParsedSkyrlGenerate).endpoints(),
         *PoolingRoutes(service, has_pair_template=config.model.chat_template is not None).endpoints(),
         *TokenRoutes(service).endpoints(),
-        *ControlRoutes(
-            service,
-            world_size=config.parallel.data_parallel_size * config.parallel.world_size,
-            engine_world_size=config.parallel.world_size,
-        ).endpoints(),
+        *ControlRoutes(service, workers_per_engine=config.parallel.world_size).endpoints(),
         *weight_endpoints(service),
         *ScalingRoutes(service).endpoints(),
         *CollectiveRpcRoute(

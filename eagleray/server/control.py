@@ -153,9 +153,9 @@ def control_endpoint(
 class ControlRoutes:
     """The handlers."""
 
-    def __init__(self, service: Service, *, world_size: int, engine_world_size: int) -> None:
+    def __init__(self, service: Service, *, workers_per_engine: int) -> None:
         self._service = service
-        self._world_sizes = {True: world_size, False: engine_world_size}
+        self._workers_per_engine = workers_per_engine
         self._liveness = ParameterDecoder(ControlParameters, service)
         self._world_size = ParameterDecoder(WorldSizeParameters, service)
 
@@ -256,7 +256,8 @@ class ControlRoutes:
 
     async def world_size(self, request: Request) -> Response:
         parameters = await self._world_size.read(request)
-        return json_response(WorldSizeResponse(self._world_sizes[parameters.include_dp]))
+        num_engines = len(self._service.ranks) if parameters.include_dp else 1
+        return json_response(WorldSizeResponse(num_engines * self._workers_per_engine))
 
     @property
     def _liveness_operation(self) -> Operation:

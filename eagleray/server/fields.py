@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Protocol, cast
 
 import msgspec
@@ -11,7 +12,7 @@ from starlette.datastructures import Headers
 
 from eagleray.client.field_checks import MAX_TIMEOUT_SECONDS
 from eagleray.client.preprocess import MAX_COMPLETIONS, MAX_LOGPROB_TOKEN_IDS
-from eagleray.client.routing.router import RANK_HEADER
+from eagleray.client.routing.router import RANK_HEADER, format_ranks
 from eagleray.client.text.tokenizer import TruncationSide
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import (
@@ -113,14 +114,13 @@ def check_request_id(request_id: str | None, *, param: str = "request_id") -> st
     return request_id
 
 
-def routing_headers(ranks: range) -> dict[str, dict[str, Any]]:
-    """Return the JSON schemas of the headers that choose the engine, for a server that has engines of these ranks."""
+def routing_headers() -> dict[str, dict[str, Any]]:
+    """Return the JSON schemas of the headers that choose the engine."""
     return {
         RANK_HEADER: {
             "type": "integer",
-            "minimum": ranks[0],
-            "maximum": ranks[-1],
-            "description": "Rank of the engine that the request must go to.",
+            "minimum": 0,
+            "description": "Rank of the engine that the request must go to, one of `ranks` in /server_info.",
         },
         SESSION_HEADER: {
             "type": "string",
@@ -130,7 +130,7 @@ def routing_headers(ranks: range) -> dict[str, dict[str, Any]]:
     }
 
 
-def requested_rank(headers: Headers, ranks: range) -> int | None:
+def requested_rank(headers: Headers, ranks: Sequence[int]) -> int | None:
     """Return the rank, one of `ranks`, that the request must go to; None: any.
 
     Raises `InvalidRequest` for another rank, because a user who names an engine must not get a different one.
@@ -139,8 +139,8 @@ def requested_rank(headers: Headers, ranks: range) -> int | None:
     if given is None:
         return None
     if not RANK_NUMBER.fullmatch(given) or int(given) not in ranks:
-        several = f"engines of the ranks {ranks[0]} to {ranks[-1]}"
-        here = several if len(ranks) > 1 else f"one engine, of rank {ranks[0]}"
+        several = f"engines of the ranks {format_ranks(ranks)}"
+        here = several if len(ranks) > 1 else f"one engine, of rank {format_ranks(ranks)}"
         raise InvalidRequest(
             f"header {RANK_HEADER}: there is no rank {given[:20]!r} here; this server has {here}", param=RANK_HEADER
         )

@@ -81,7 +81,7 @@ class GenerationRoute(Generic[Body, Chunk]):
             gives_msgpack=self._parsed_type.gives_msgpack,
             stream_event=self._parsed_type.chunk_type if self._parsed_type.has_streams else None,
             has_named_events=self._parsed_type.has_named_events,
-            headers=routing_headers(self._service.ranks) | LOAD_HEADERS,
+            headers=routing_headers() | LOAD_HEADERS,
             error_statuses=(400, 404, 413, 429, 500, 503, 504),
         )
         return [Endpoint(self._parsed_type.path, error_form=self._parsed_type.error_form, post=create)]

@@ -22,7 +22,7 @@ from eagleray.client.preprocess import Prompt, RequestOptions
 from eagleray.client.text.generation_config import default_sampling
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.client.tracing import TRACE_HEADERS, RequestOrigin
-from eagleray.config.resolve import local_ranks, served_names
+from eagleray.config.resolve import served_names
 from eagleray.config.sections import Config
 from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
 from eagleray.hub.locate import checkpoint_dir, model_root
@@ -66,8 +66,6 @@ class Service:
         self.reports_routed_experts = config.serving.routed_experts_by_default
         """Whether OpenAI's routes report routed experts too unless a request declines."""
         self.has_priorities = config.scheduling.scheduling_policy == "priority"
-        self.ranks = local_ranks(config)
-        """Ranks that requests may ask for."""
         self.default_sampling: dict[str, Any] = default_sampling(config.model)
         self.shows_prompt_details = config.serving.enable_prompt_tokens_details
         self.forces_usage = config.serving.enable_force_include_usage
@@ -95,6 +93,11 @@ class Service:
     def model_name(self) -> str:
         """Name that answers show."""
         return self.model_names[0]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that requests may ask for."""
+        return self.client.ranks
 
     @functools.cached_property
     def version(self) -> str:

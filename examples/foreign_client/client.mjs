@@ -91,6 +91,8 @@ export class Client {
         return this.join(message);
       case "Left":
         return this.part(message);
+      case "Draining":
+        return this.drain(message.engine);
       case "Chunks":
         return message.chunks.forEach((chunk) => this.deliver(chunk));
       case "Stop": // what runs may finish; what waits for an engine, or would be lost, has no future
@@ -107,8 +109,25 @@ export class Client {
     waiting.forEach((request) => this.send(request));
   }
 
+  // An engine is going to leave: it gets no new requests while there is another one.
+  drain(id) {
+    const engine = this.engines.get(name(id));
+    if (engine !== undefined) engine.drains = true;
+    this.reportDrained();
+  }
+
+  reportDrained() {
+    for (const engine of [...this.engines.values()].filter((engine) => engine.drains && this.load(engine) === 0)) {
+      this.tell(this.supervisor, { type: "Drained", client: this.id, engine: engine.id });
+    }
+  }
+
+  load({ id }) {
+    return [...this.requests.values()].filter(({ engine }) => engine === name(id)).length;
+  }
+
   // An engine is gone: its requests go on elsewhere, after the tokens that are here.
-  part({ member, cause, returns }) {
+  part({ member, cause, returns, is_planned }) {
     if (member.type !== "engine") {
       if (member.index === this.id.index) this.reject(this.requests.values(), `the lease is over: ${cause}`);
       return;
@@ -118,7 +137,9 @@ export class Client {
     const hit = [...this.requests].filter(([, { engine }]) => engine === name(member));
     for (const [wireName, request] of hit) {
       this.requests.delete(wireName); // late chunks belong to nobody
-      if (request.deaths === 0 || request.hasBegun) request.deaths = request.hasToken ? 1 : request.deaths + 1;
+      if (!is_planned && (request.deaths === 0 || request.hasBegun)) {
+        request.deaths = request.hasToken ? 1 : request.deaths + 1;
+      }
       if (request.deaths > MOST_DEATHS) request.reject(new Error(`engines died of it, the last one because: ${cause}`));
       else this.send(request);
     }
@@ -131,8 +152,8 @@ export class Client {
   send(request) {
     const engines = [...this.engines.values()];
     if (engines.length === 0) return void this.parked.add(request);
-    const load = ({ id }) => [...this.requests.values()].filter(({ engine }) => engine === name(id)).length;
-    const engine = engines.reduce((least, other) => (load(other) < load(least) ? other : least));
+    const open = engines.filter(({ drains }) => !drains);
+    const engine = (open.length > 0 ? open : engines).reduce((a, b) => (this.load(b) < this.load(a) ? b : a));
     const wireName = `r${this.serial++}`; // never used again
     Object.assign(request, { engine: name(engine.id), hasBegun: false, hasToken: false });
     request.engines.push(engine.id);
@@ -157,6 +178,7 @@ export class Client {
     request.tokenIds.push(...token_ids);
     if (finish_reason === null) return;
     this.requests.delete(chunk.request_id);
+    this.reportDrained();
     if (finish_reason === "error") request.reject(new Error(error));
     else request.resolve({ engines: request.engines, token_ids: request.tokenIds, finish_reason });
   }

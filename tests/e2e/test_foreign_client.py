@@ -22,7 +22,7 @@ from fleets import SECONDS, connect, incarnations, label, tokens, wait_until_run
 from serving import is_running, serve
 
 from eagleray.identity import ClientId, EngineId
-from eagleray.messages import control, lifecycle, membership, outputs, requests, sampling
+from eagleray.messages import control, lifecycle, membership, outputs, requests, sampling, scaling
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import Alive, ClientStarted, Register
@@ -41,7 +41,7 @@ NOT_FOR_ALL = {"CallWorkers", "WorkersReturned", "Command", "CommandDone", "Cont
 NOT_OF_CLIENTS = {"EngineStarted", "ExpertsOpened", "Ended"}
 
 EVERYTHING = CLIENT_INBOX | CLIENT_OUTBOX
-MODULES = (control, lifecycle, membership, outputs, requests, sampling)
+MODULES = (control, lifecycle, membership, outputs, requests, sampling, scaling)
 
 
 # What is written.

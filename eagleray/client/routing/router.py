@@ -57,6 +57,8 @@ class KnownEngines:
         """Ranks whose engines are starting, for the first time or again."""
         self._given_up: dict[int, str] = {}
         """Causes, by rank, of the engines that will not return."""
+        self._removed: dict[int, str] = {}
+        """Causes, by rank, of the engines that have left for good on purpose."""
         self._last_info: EngineInfo | None = None
 
     @property
@@ -79,7 +81,13 @@ class KnownEngines:
     @property
     def ranks(self) -> list[int]:
         """The ranks whose engines have joined or are starting, in order."""
-        return sorted({engine.rank for engine in self.engines} | self._starting)
+        engines = tuple(self.engines)  # a copy, because other threads ask too
+        return sorted({engine.rank for engine in engines} | self._starting)
+
+    @property
+    def deployed_ranks(self) -> list[int]:
+        """The ranks of the deployment, in order: `ranks`, and those whose engines were given up."""
+        return sorted({*self.ranks, *self._given_up})
 
     def may_serve(self, rank: int | None) -> bool:
         """Whether there is, or will be, an engine of this rank; None: of any rank."""
@@ -88,6 +96,10 @@ class KnownEngines:
     def given_up_cause(self, rank: int) -> str | None:
         """Return the reason why the engine of this rank will not return, or None if it has not been given up."""
         return self._given_up.get(rank)
+
+    def removal_cause(self, rank: int) -> str | None:
+        """Return the reason why the rank was removed on purpose, or None if it was not."""
+        return self._removed.get(rank)
 
     def engine_of_rank(self, rank: int) -> EngineId | None:
         """Return the newest engine of this rank that has joined, or None while the rank has none."""
@@ -98,6 +110,7 @@ class KnownEngines:
         self.engines[engine] = self._last_info = info
         self._starting.discard(engine.rank)
         self._given_up.pop(engine.rank, None)
+        self._removed.pop(engine.rank, None)
         for kind in (EngineStats, ExpertLoad):
             early = self._early.pop((kind, engine.rank), None)
             if early is not None and early.engine == engine:
@@ -107,8 +120,8 @@ class KnownEngines:
         """Record the model that is served by engines that are starting again."""
         self._last_info = info
 
-    def remove_engine(self, engine: EngineId, *, cause: str, will_restart: bool) -> None:
-        """Remove an engine that exited. It may never have joined, if it failed while it started."""
+    def remove_engine(self, engine: EngineId, *, cause: str, will_restart: bool, is_planned: bool = False) -> None:
+        """Remove an engine that left. It may never have joined, if it failed while it started."""
         self.engines.pop(engine, None)
         self.stats.pop(engine, None)
         self.expert_load.pop(engine, None)
@@ -120,10 +133,12 @@ class KnownEngines:
             self._starting.add(engine.rank)
         else:
             self._starting.discard(engine.rank)
-            self._given_up[engine.rank] = cause
+            self._given_up.pop(engine.rank, None)
+            (self._removed if is_planned else self._given_up)[engine.rank] = cause
 
     def remove_all(self, cause: str) -> None:
         """Remove all engines, and expect none."""
+        self._given_up |= dict.fromkeys(self.ranks, cause)
         self.engines.clear()
         self.stats.clear()
         self.expert_load.clear()
@@ -176,20 +191,33 @@ class Router:
         self._rng = rng
         self._match_prefixes = match_prefixes
         self._loads: dict[EngineId, _EngineLoad] = {}
+        self._draining: set[EngineId] = set()
+        """Engines that are going to leave, and get new requests only where there is no other engine."""
 
     def add_engine(self, engine: EngineId, info: EngineInfo) -> None:
         self.known_engines.add_engine(engine, info)
         self._loads[engine] = _EngineLoad(RecentBlocks(min(info.num_kv_blocks, MAX_BLOCKS)), info.block_size)
 
-    def remove_engine(self, engine: EngineId, *, cause: str, will_restart: bool) -> None:
-        """Forget an engine that exited, and the blocks in its cache."""
-        self.known_engines.remove_engine(engine, cause=cause, will_restart=will_restart)
+    def remove_engine(self, engine: EngineId, *, cause: str, will_restart: bool, is_planned: bool = False) -> None:
+        """Forget an engine that left, and the blocks in its cache. `is_planned`: whether it was told to go."""
+        self.known_engines.remove_engine(engine, cause=cause, will_restart=will_restart, is_planned=is_planned)
         self._loads.pop(engine, None)
+        self._draining.discard(engine)
+
+    def drain(self, engine: EngineId) -> None:
+        """Choose the engine from now on only for requests that name its rank, or if there is no other."""
+        if engine in self._loads:
+            self._draining.add(engine)
+
+    def is_drained(self, engine: EngineId) -> bool:
+        """Whether the engine drains and has none of our requests."""
+        return engine in self._draining and self._loads[engine].num_ours == 0
 
     def remove_all(self, cause: str) -> None:
         """Forget all engines, and expect none."""
         self.known_engines.remove_all(cause)
         self._loads.clear()
+        self._draining.clear()
 
     def record_stats(self, stats: EngineStats) -> None:
         """Record an engine's load. The part that is not ours belongs to others, and counts until the next report."""
@@ -210,7 +238,8 @@ class Router:
     ) -> RoutingDecision | None:
         """Return the engine for a request with this prompt, or None if the request has to wait for an engine to join.
 
-        Raises `InvalidRequest` for a rank that does not exist, and `Unavailable` for one that was given up.
+        Raises `InvalidRequest` for a rank that does not exist or was removed, and `Unavailable` for one that was given
+        up.
         """
         hashes = self._hashes(token_ids, cache_salt, adapter)
         if rank is not None:
@@ -218,7 +247,7 @@ class Router:
         elif not self._loads:
             engine = None
         elif session is not None:
-            home = rendezvous_hash(session, {engine.rank for engine in self._loads})
+            home = rendezvous_hash(session, {engine.rank for engine in self._open_loads})
             engine = self.known_engines.engine_of_rank(home)
         else:
             engine = self._best(hashes)
@@ -264,17 +293,27 @@ class Router:
         if (cause := self.known_engines.given_up_cause(rank)) is not None:
             raise Unavailable(f"data-parallel rank {rank} is not served any more: {cause}")
         if not self.known_engines.may_serve(rank):
+            removed = self.known_engines.removal_cause(rank)
+            gone = "" if removed is None else f" any more ({removed})"
             raise InvalidRequest(
-                f"there is no data-parallel rank {rank!r}: the ranks of this deployment are "
-                f"{_format_ranks(self.known_engines.ranks)}",
+                f"there is no data-parallel rank {rank!r}{gone}: the ranks of this deployment are "
+                f"{format_ranks(self.known_engines.ranks)}",
                 param=RANK_HEADER,
             )
         return self.known_engines.engine_of_rank(rank)
 
+    @property
+    def _open_loads(self) -> dict[EngineId, _EngineLoad]:
+        """The engines that requests without a rank may go to."""
+        if not self._draining:
+            return self._loads
+        return {engine: load for engine, load in self._loads.items() if engine not in self._draining} or self._loads
+
     def _best(self, hashes: list[int]) -> EngineId:
-        lengths = {engine: load.blocks.match(hashes) for engine, load in self._loads.items()} if hashes else {}
+        loads = self._open_loads
+        lengths = {engine: load.blocks.match(hashes) for engine, load in loads.items()} if hashes else {}
         if longest := max(lengths.values(), default=0):
-            least = min(load.num_total for load in self._loads.values())
+            least = min(load.num_total for load in loads.values())
             holders = [engine for engine, length in lengths.items() if length == longest]
             if fit := [engine for engine in holders if not _is_overloaded(self._loads[engine].num_total, least)]:
                 return self._better_of_two(fit)
@@ -282,7 +321,7 @@ class Router:
 
     def _less_loaded(self) -> EngineId:
         """Return the engine that should get the next of our requests."""
-        loads = self._loads
+        loads = self._open_loads
         num_ours = sum(load.num_ours for load in loads.values())
         num_total = sum(load.num_total for load in loads.values())
         fraction = max(LEAST_FRACTION, num_ours / num_total) if num_total else 1.0
@@ -308,7 +347,7 @@ def _is_overloaded(num_requests: int, least: int) -> bool:
     return num_requests > OVERLOAD_FACTOR * least and num_requests >= least + OVERLOAD_REQUESTS
 
 
-def _format_ranks(ranks: list[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return ranges such as `0-2, 5` for 0, 1, 2 and 5."""
     starts = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]

@@ -17,7 +17,14 @@ from eagleray.identity import ClientId, EngineId, display_name
 from eagleray.messages.membership import EngineInfo
 from eagleray.server.connection_limit import DEFAULT_CONNECTIONS
 from eagleray.server.dashboard.expert_window import ExpertWindow
-from eagleray.server.dashboard.rows import api_server_rows, cache_usage, engine_rows, event_rows, node_rows
+from eagleray.server.dashboard.rows import (
+    api_server_keys,
+    api_server_rows,
+    cache_usage,
+    engine_rows,
+    event_rows,
+    node_rows,
+)
 from eagleray.server.dashboard.sampler import Sampler
 from eagleray.server.dashboard.state import DashboardState, Traffic
 from eagleray.server.http_responses import Emit
@@ -37,8 +44,7 @@ class DashboardFeed:
         self._experts = ExpertWindow()
         self._sampled_at = float("-inf")
         instance = service.client.client_id.instance
-        self._engines = [EngineId(instance, rank) for rank in service.ranks]
-        self._api_servers = [ClientId(instance, index) for index in range(config.serving.api_server_count)]
+        self._first_api_servers = {ClientId(instance, index) for index in range(config.serving.api_server_count)}
         self._tensor_parallel_size = config.parallel.tensor_parallel_size
         connections = config.serving.max_connections or DEFAULT_CONNECTIONS
         self._max_streams = min(MAX_STREAMS, connections // CONNECTIONS_PER_STREAM)
@@ -80,7 +86,7 @@ class DashboardFeed:
         client, sampler = self._client, self._sampler
         latest = client.history.latest()
         engines = engine_rows(
-            self._engines,
+            [EngineId(client.client_id.instance, rank) for rank in client.ranks],
             latest,
             self._infos,
             client.stats,
@@ -88,7 +94,9 @@ class DashboardFeed:
             tensor_parallel_size=self._tensor_parallel_size,
         )
         num_in_flight = sampler.num_in_flight | {client.client_id.index: client.num_in_flight}
-        api_servers = api_server_rows(self._api_servers, latest, sampler.pids, num_in_flight)
+        api_servers = api_server_rows(
+            api_server_keys(self._first_api_servers, latest), latest, sampler.pids, num_in_flight
+        )
         total_rates = sampler.total_rates
         return DashboardState(
             time=time.time(),

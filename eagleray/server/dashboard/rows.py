@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from eagleray.identity import ClientId, EngineId, MemberId, replica_key
+from eagleray.identity import FIRST_EXTERNAL_INDEX, ClientId, EngineId, MemberId, replica_key
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import EngineStats
 from eagleray.server.dashboard.sampler import EngineRates
@@ -24,12 +24,13 @@ def event_rows(events: Sequence[Event]) -> list[EventRow]:
     for event in events:
         key = replica_key(event.member)
         if isinstance(event, Left):
-            lost_at.setdefault(key, event.time)
+            if event.returns or not event.is_planned:
+                lost_at.setdefault(key, event.time)
             rows.append(
                 EventRow(
                     time=event.time,
                     member=event.member.label,
-                    kind="lost",
+                    kind="left" if event.is_planned else "lost",
                     cause=_shortened(event.cause),
                     returns=event.returns,
                 )
@@ -84,6 +85,14 @@ def engine_rows(
             )
         )
     return rows
+
+
+def api_server_keys(first_servers: Collection[ClientId], latest: Mapping[MemberId, Event]) -> list[ClientId]:
+    """Return the replica keys of the API servers, by index: those of the start and those that were added, without those
+    that were removed."""
+    keys = {key for key in latest if isinstance(key, ClientId) and key.index < FIRST_EXTERNAL_INDEX}
+    removed = {key for key in keys if isinstance(left := latest[key], Left) and left.is_planned}
+    return sorted((keys | set(first_servers)) - removed, key=lambda key: key.index)
 
 
 def api_server_rows(

@@ -88,9 +88,12 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
 
     time: UnixTime
     member: str
-    kind: Literal["started", "lost", "recovered"]
-    cause: Annotated[str | None, Meta(description="Cause of the exit, for `lost`.")] = None
-    returns: Annotated[bool | None, Meta(description="Whether a replacement follows, for `lost`.")] = None
+    kind: Annotated[
+        Literal["started", "left", "lost", "recovered"],
+        Meta(description="`left`: it was told to go, by scaling or a restart on purpose."),
+    ]
+    cause: Annotated[str | None, Meta(description="Cause of the exit, for `left` and `lost`.")] = None
+    returns: Annotated[bool | None, Meta(description="Whether a replacement follows, for `left` and `lost`.")] = None
     downtime: Annotated[
         float | None, Meta(description="Seconds from the exit to the replacement, for `recovered`.")
     ] = None

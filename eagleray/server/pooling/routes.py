@@ -119,7 +119,7 @@ class PoolingRoutes:
             request_body=body_type,
             fates=POOLING_FATES,
             response=response_type,
-            headers=routing_headers(self._service.ranks),
+            headers=routing_headers(),
             error_statuses=(400, 404, 413, 429, 500, 503, 504),
         )
 

@@ -92,7 +92,7 @@ class SGLangGenerateRoute:
             request_body=SGLangGenerateRequest,
             response=SGLangCompletion | list[SGLangCompletion],
             stream_event=SGLangCompletion,
-            headers=routing_headers(self._service.ranks),
+            headers=routing_headers(),
             error_statuses=(400, 404, 413, 429, 500, 503, 504),
         )
         return [Endpoint("/generate", post=generate)]

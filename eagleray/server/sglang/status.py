@@ -62,15 +62,11 @@ class Loads(msgspec.Struct, frozen=True):
 class SGLangServerInfoRoute(ServerInfoRoute):
     def __init__(self, service: Service, config: Config) -> None:
         super().__init__(service, config)
-        parallel, has_experts = config.parallel, config.parallel.enable_expert_parallel
-        num_workers = parallel.world_size * parallel.data_parallel_size
+        self._parallel = config.parallel
         self._fields: dict[str, Any] = {
             "model_path": service.model_dir,
-            "tp_size": parallel.tensor_parallel_size,
-            "pp_size": parallel.pipeline_parallel_size,
-            "dp_size": parallel.data_parallel_size,
-            "ep_size": parallel.tensor_parallel_size * parallel.data_parallel_size if has_experts else 1,
-            "num_gpus": num_workers,
+            "tp_size": config.parallel.tensor_parallel_size,
+            "pp_size": config.parallel.pipeline_parallel_size,
             "enable_memory_saver": False,  # memory can be released in any case; clients compare the option's default
             "enable_return_routed_experts": config.model.enable_return_routed_experts,
         }
@@ -80,8 +76,14 @@ class SGLangServerInfoRoute(ServerInfoRoute):
         return [Endpoint(path, get=show) for path in ("/server_info", "/get_server_info")]
 
     def _answer(self) -> ServerInfo:
-        fields = msgspec.structs.asdict(super()._answer()) | self._fields
-        return SGLangServerInfo(**fields)
+        parallel, num_engines = self._parallel, len(self._service.ranks)
+        return SGLangServerInfo(
+            dp_size=num_engines,
+            ep_size=parallel.tensor_parallel_size * num_engines if parallel.enable_expert_parallel else 1,
+            num_gpus=parallel.world_size * num_engines,
+            **msgspec.structs.asdict(super()._answer()),
+            **self._fields,
+        )
 
 
 class SGLangStatusRoutes:

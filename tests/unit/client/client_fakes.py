@@ -25,6 +25,7 @@ from eagleray.messages.membership import EngineInfo, Joined, Left, RoutingInfo
 from eagleray.messages.outputs import Chunk, Chunks
 from eagleray.messages.requests import Abort, CallWorkers, Generate
 from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.scaling import Drained
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
 
 CLIENT = ClientId("test", 0)
@@ -160,8 +161,8 @@ class FakeEngine:
         await self._setup.deliver(self.joined_message())
         return self
 
-    async def leave(self, cause="killed by SIGKILL", returns=True):
-        await self._setup.deliver(Left(self.id, cause, returns))
+    async def leave(self, cause="killed by SIGKILL", returns=True, is_planned=False):
+        await self._setup.deliver(Left(self.id, cause, returns, is_planned=is_planned))
 
 
 class Setup:
@@ -194,6 +195,11 @@ class Setup:
             self.inbox.put(message)
         for _ in range(3):
             await asyncio.sleep(0)
+
+    @property
+    def drained(self):
+        """Engines that the client has reported as drained."""
+        return [message.engine for message in self.network.mail["supervisor"] if isinstance(message, Drained)]
 
     def ids(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from eagleray.client.preprocess import Prompt, child_seed
 from eagleray.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Unavailable
+from eagleray.identity import EngineId
 from eagleray.messages.lifecycle import Stop
-from eagleray.messages.outputs import Chunk, Chunks, FinishReason
+from eagleray.messages.outputs import Chunk, Chunks, FinishReason, WorkersReturned
 from eagleray.messages.requests import Abort
 from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.scaling import Draining
 
 PROMPT = Prompt(token_ids=[5, 6, 7])
 PARAMS = SamplingParams(temperature=0)
@@ -712,6 +714,74 @@ async def test_start_when_send_fails_aborts_sent_messages():
         names = [message.request_id for message in sent[:2]]
         assert isinstance(sent[-1], Abort) and set(names) <= set(sent[-1].request_ids)
         assert (setup.client.num_in_flight, setup.client.num_queued_seqs) == (0, 0)
+
+
+# Engines that leave on purpose.
+
+
+def test_planned_exits_are_not_charged_and_requests_move(caplog):
+    async def scenario():
+        async with fleet_of(2, max_request_restarts=0) as (setup, fleet):
+            setup.client.observe_recovery(observer := Observer())
+            params = SamplingParams(max_tokens=8, seed=1)
+            streams = [setup.client.generate(PROMPT, params, request_id=name) for name in "ab"]
+            for rank in (0, 1):
+                for engine in fleet.engines.values():
+                    await engine.step()
+                await fleet.engines.pop(rank).leave("it is restarted on purpose", is_planned=True)
+                await setup.deliver(ComputingEngine(setup, rank, 1).joined_message())
+                fleet.engines[rank] = ComputingEngine(setup, rank, 1)
+            assert all(not message.is_suspect for message in fleet.engines[0].receive().requests.values())
+            await fleet.finish()
+            outputs = [(await stream.result()).outputs[0].token_ids for stream in streams]
+            assert outputs == [[token_at(1, place) for place in range(8)]] * 2
+            assert [event[0] for event in observer.events if event != "next token"] == ["resumed", "resumed"]
+
+    caplog.set_level(logging.INFO, logger="eagleray.client.in_flight")
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+    leaving = [record for record in caplog.records if " as planned" in record.getMessage()]
+    assert [record.levelname for record in leaving] == ["INFO"] * 2
+    assert leaving[0].getMessage() == (
+        "engine-0 has left as planned: it is restarted on purpose; requests moved to other engines: 1, queued: 0, "
+        "failed: 0"
+    )
+
+
+@asynchronous
+async def test_removed_rank_fails_requests_that_name_it_and_others_move():
+    async with attached() as setup:
+        other = await FakeEngine(setup, rank=1).join()
+        setup.client.observe_recovery(observer := Observer())
+        stays = setup.client.generate(PROMPT, PARAMS, rank=1)
+        await other.leave("it was removed by scaling", returns=False, is_planned=True)
+        with pytest.raises(Unavailable, match="engine-1 left: it was removed by scaling"):
+            await stays.result()
+        with pytest.raises(InvalidRequest, match="no data-parallel rank 1 any more"):
+            setup.client.generate(PROMPT, PARAMS, rank=1)
+        assert (observer.events, setup.client.ranks) == ([], [0])
+
+
+@asynchronous
+async def test_draining_engine_is_reported_when_its_last_request_has_ended():
+    async with attached() as setup:
+        engine, other = setup.engine, await FakeEngine(setup, rank=1).join()
+        idle = EngineId("test", 7)
+        await setup.deliver(Draining(idle))
+        assert setup.drained == [idle]
+        first = setup.client.generate(PROMPT, SamplingParams(n=2), rank=0)
+        second = setup.client.generate(PROMPT, PARAMS, rank=0)
+        call = await start_task(setup.client.call_workers("ping", timeout=5.0))
+        await setup.deliver(Draining(engine.id))
+        assert [setup.client.generate(PROMPT, PARAMS)._request.engine for _ in range(3)] == [other.id] * 3
+        await engine.send((0, {"finish_reason": LENGTH}), (1, {"finish_reason": LENGTH}))
+        await first.result()
+        second.abort()
+        assert setup.drained == [idle]
+        for fake in (engine, other):
+            (sent,) = fake.receive().calls
+            await setup.deliver(WorkersReturned(call_id=sent.call_id, values=[]))
+        await call
+        assert setup.drained == [idle, engine.id]
 
 
 # The observer.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagleray.client.routing.router import Router, rendezvous_hash
-from eagleray.errors import InvalidRequest
+from eagleray.errors import InvalidRequest, Unavailable
 from eagleray.identity import EngineId
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.outputs import EngineStats
@@ -78,6 +78,41 @@ def test_choose_unknown_rank_raises_with_known_ranks(given_up, expected_ranks):
         router.choose(PROMPT, rank=6)
     assert str(raised.value) == f"there is no data-parallel rank 6: the ranks of this deployment are {expected_ranks}"
     assert raised.value.param == "X-data-parallel-rank"
+
+
+def test_choose_rank_that_was_removed_raises_until_it_is_added_again():
+    router = Router(rng=random.Random(0), ranks=(0, 1))
+    router.add_engine(engine(0), INFO)
+    assert router.choose(PROMPT, rank=1) is None  # it is starting
+    router.remove_engine(engine(1), cause="engine-1 left: scaled", will_restart=False, is_planned=True)
+    message = r"no data-parallel rank 1 any more \(engine-1 left: scaled\): the ranks of this deployment are 0$"
+    with pytest.raises(InvalidRequest, match=message):
+        router.choose(PROMPT, rank=1)
+    assert router.known_engines.deployed_ranks == [0]
+    router.add_engine(engine(1, 1), INFO)
+    router.add_engine(engine(2), INFO)
+    assert [send(router, PROMPT, rank=rank)[0] for rank in (1, 2)] == [1, 2]
+    router.remove_engine(engine(2), cause="it cannot start", will_restart=False)
+    assert router.known_engines.deployed_ranks == [0, 1, 2]
+    with pytest.raises(Unavailable, match="it cannot start"):
+        router.choose(PROMPT, rank=2)
+
+
+def test_choose_skips_draining_engines_while_there_is_another():
+    router = router_of(3)
+    session = next(name for name in map(str, range(99)) if send(router, [1], session=name)[0] == 2)
+    send(router, PROMPT, rank=2)
+    router.drain(engine(2))
+    rng = random.Random(1)
+    ranks = {send(router, fresh_prompt(rng))[0] for _ in range(50)}  # rank 2 has fewer requests
+    assert ranks | {send(router, PROMPT)[0], send(router, PROMPT, session=session)[0]} == {0, 1}
+    assert send(router, PROMPT, rank=2)[0] == 2
+    router.drain(engine(0))
+    router.drain(engine(1))
+    assert send(router, PROMPT, session=session)[0] == 2  # all of them drain
+    router.remove_engine(engine(2), cause="left", will_restart=True, is_planned=True)
+    router.add_engine(engine(2, 1), INFO)
+    assert {send(router, fresh_prompt(rng))[0] for _ in range(9)} == {2}
 
 
 def test_choose_with_session_is_same_for_all_clients():

@@ -90,6 +90,8 @@ async def test_span_of_a_request_that_moves_is_one_with_events():
         await setup.engine.send((0, FIRST))
         await setup.engine.leave("killed by SIGKILL")
         successor = await FakeEngine(setup, incarnation=1).join()
+        await successor.leave("it is restarted on purpose", is_planned=True)
+        successor = await FakeEngine(setup, incarnation=2).join()
         await successor.send((0, {"token_ids": [9], "queue_time": 7.0, "prefill_time": 7.0}))
         await successor.send((0, LAST))
         await stream.result()
@@ -97,6 +99,8 @@ async def test_span_of_a_request_that_moves_is_one_with_events():
     assert [(event.name, dict(event.attributes)) for event in span.events] == [
         ("engine_exited", {"engine": "engine-0", "cause": "killed by SIGKILL"}),
         ("resumed", {"engine": "engine-0.1"}),
+        ("engine_left", {"engine": "engine-0.1", "cause": "it is restarted on purpose"}),
+        ("resumed", {"engine": "engine-0.2"}),
     ]
     assert span.attributes["gen_ai.usage.completion_tokens"] == 3
     assert span.attributes["gen_ai.latency.time_in_queue"] == 0.25

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from eagleray.fleet import timeouts
-from eagleray.fleet.external_clients import FIRST_INDEX, ExternalClients, is_external
+from eagleray.fleet.external_clients import ExternalClients, is_external
 from eagleray.fleet.membership import Membership
 from eagleray.fleet.turn import Connect, Disconnect, LeaseTimer, Send, Turn
-from eagleray.identity import ClientId, EngineId
+from eagleray.identity import FIRST_EXTERNAL_INDEX, ClientId, EngineId
 from eagleray.messages.lifecycle import Register
 from eagleray.messages.membership import Left
 
-FIRST, SECOND = ClientId("i", FIRST_INDEX), ClientId("i", FIRST_INDEX + 1)
+FIRST, SECOND = ClientId("i", FIRST_EXTERNAL_INDEX), ClientId("i", FIRST_EXTERNAL_INDEX + 1)
 
 
 def opened() -> tuple[ExternalClients, Turn]:

@@ -267,8 +267,8 @@ class Api:
         )
         self.deliver(Joined(engine, "somewhere", info))
 
-    def leave(self, cause: str, engine: EngineId = ENGINE, *, returns: bool = False) -> None:
-        self.deliver(Left(engine, cause, returns))
+    def leave(self, cause: str, engine: EngineId = ENGINE, *, returns: bool = False, is_planned: bool = False) -> None:
+        self.deliver(Left(engine, cause, returns, is_planned=is_planned))
 
     def stop(self) -> None:
         self.deliver(Stop(5.0))

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from server_fakes import ENGINE, Call, serving, stats
 
-from eagleray.identity import ClientId, next_incarnation
+from eagleray.identity import ClientId, EngineId, next_incarnation
 from eagleray.messages.lifecycle import Attach, Stop
 from eagleray.messages.membership import Joined, Left, ProcessInfo
 from eagleray.messages.outputs import ExpertLoad
@@ -106,6 +106,20 @@ def test_dashboard_state_counts_requests_of_all_api_servers(checkpoint):
         state = read(api)
         assert [server.num_in_flight for server in state.api_servers] == [0, 5]
         assert state.traffic.num_in_flight == 5
+        gone, external = ClientId("test", 0), ClientId("test", 1_000_000)
+        api.deliver(Joined(ClientId("test", 2), "o"), Joined(external, "o"))
+        api.deliver(Left(gone, "it was removed by scaling", returns=False, is_planned=True))
+        api.deliver(Left(other, KILLED, returns=False))
+        shown = [(server.label, server.state) for server in read(api).api_servers]
+        assert shown == [("client-1", "gone"), ("client-2", "serving")]
+
+
+def test_dashboard_state_has_the_engines_of_now(api):
+    added, info = EngineId("test", 2), next(iter(api.client.engines.values()))
+    api.deliver(Joined(added, "e", info, time=1.0))
+    assert [engine.label for engine in read(api).engines] == ["engine-0", "engine-2"]
+    api.deliver(Left(added, "it was removed by scaling", returns=False, is_planned=True))
+    assert [engine.label for engine in read(api).engines] == ["engine-0"]
 
 
 def test_dashboard_state_of_later_server_has_earlier_events(api):

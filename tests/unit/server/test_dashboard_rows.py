@@ -39,6 +39,8 @@ def test_event_rows_recovery_has_the_time_since_the_first_exit():
         Joined(OTHER, "", time=12.0),
         Joined(second, "", time=14.5),
         Left(second, "again", returns=False, time=20.0),
+        Left(OTHER, "it was removed by scaling", returns=False, time=21.0, is_planned=True),
+        Joined(next_incarnation(OTHER), "", time=22.0),
     ]
     assert event_rows(events)[::-1] == [
         EventRow(time=1.0, member="engine-0", kind="started"),
@@ -47,6 +49,8 @@ def test_event_rows_recovery_has_the_time_since_the_first_exit():
         EventRow(time=12.0, member="engine-1", kind="started"),
         EventRow(time=14.5, member="engine-0.2", kind="recovered", downtime=4.5),
         EventRow(time=20.0, member="engine-0.2", kind="lost", cause="again", returns=False),
+        EventRow(time=21.0, member="engine-1", kind="left", cause="it was removed by scaling", returns=False),
+        EventRow(time=22.0, member="engine-1.1", kind="started"),
     ]
 
 

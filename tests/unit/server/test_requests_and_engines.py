@@ -49,14 +49,14 @@ def test_rank_header_of_a_missing_rank_is_refused(pair, path, rank):
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == RANK
-    assert "ranks 0 to 1" in error["message"]
+    assert "ranks 0-1" in error["message"]
     assert not pair.engine.requests
 
 
 def test_rank_header_of_another_host_is_refused(checkpoint):
     engine = EngineId("test", 3)
     with serving(checkpoint, data_parallel_size=4, data_parallel_rank=3) as api:
-        api.leave("it is another's", returns=False)
+        api.leave("it is another's", is_planned=True)
         api.join(engine)
         assert api.post("/v1/completions", {"prompt": "hello"}, headers={RANK: "3"}).status_code == 200
         response = api.post("/v1/completions", {"prompt": "hello"}, headers={RANK: "0"})

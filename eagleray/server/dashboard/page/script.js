@@ -168,11 +168,12 @@
         node.className = isFirst ? event.kind : `${event.kind} fresh`;
         node.querySelector("time").dateTime = new Date(1000 * event.time).toISOString();
         node.querySelector("time").title = new Date(1000 * event.time).toLocaleString();
-        setText(node.querySelector(".mark"), { started: "·", lost: "✕", recovered: "✓" }[event.kind]);
+        setText(node.querySelector(".mark"), { started: "·", left: "·", lost: "✕", recovered: "✓" }[event.kind]);
         setText(node.querySelector("b"), event.member);
         const sequel = event.returns ? "a replacement starts" : "no replacement follows";
         setText(node.querySelector(".what"), {
           started: "has started",
+          left: `left: ${event.cause}; ${sequel}`,
           lost: `exited: ${event.cause}; ${sequel}`,
           recovered: `serves again, ${seconds(event.downtime)} after the exit`,
         }[event.kind]);
