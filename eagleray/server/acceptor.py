@@ -7,6 +7,7 @@ Owned by the server's event loop."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import mmap
@@ -58,27 +59,33 @@ class Published(NamedTuple):
 class ConnectionCounts:
     """The number of open connections of each API server of an instance, which all of them see.
 
-    A file of fixed size that every server maps into its memory. A server writes only its own numbers, each of which is
-    a machine word, so there is nothing to lock. `server`: index of the server that writes; the others take it for one
-    that accepts nothing until it calls `set`. Raises `OSError` if there is no room for the file.
+    A file that every server maps into its memory, and that a server of a higher index makes larger. A server writes only
+    its own numbers, each of which is a machine word, so there is nothing to lock. `server`: index of the server that
+    writes; the others take it for one that accepts nothing until it calls `set`. Raises `OSError` if there is no room
+    for the file.
     """
 
-    def __init__(
-        self, path: Path, *, server: int, num_servers: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        size = num_servers * NUM_NUMBERS * NUMBER_BYTES
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, size)  # without memory for the file, writing later would raise SIGBUS
-            self._memory = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
+    def __init__(self, path: Path, *, server: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._server = server
+        self._clock = clock
+        with contextlib.ExitStack() as stack:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, self._descriptor)
+            # Without memory for the file, writing later would raise SIGBUS.
+            os.posix_fallocate(self._descriptor, 0, (server + 1) * NUM_NUMBERS * NUMBER_BYTES)
+            self._map()
+            stack.pop_all()
+        self.withdraw()
+
+    def _map(self) -> None:
+        self._memory = mmap.mmap(self._descriptor, 0)
         self._bytes = memoryview(self._memory)
         self._numbers = self._bytes.cast("d")
-        self._server = server
-        self._num_servers = num_servers
-        self._clock = clock
-        self.withdraw()
+
+    def _unmap(self) -> None:
+        self._numbers.release()
+        self._bytes.release()
+        self._memory.close()
 
     def set(self, count: int) -> None:
         """Publish that this server accepts and has `count` connections. Call it again within `STUCK_SERVER_SECONDS`."""
@@ -93,19 +100,21 @@ class ConnectionCounts:
     def least_of_others(self) -> Published | None:
         """Return the numbers of the other server that accepts and has the fewest connections, or None if no other
         accepts."""
+        if os.fstat(self._descriptor).st_size > len(self._bytes):  # servers were added
+            self._unmap()
+            self._map()
         oldest = self._clock() - STUCK_SERVER_SECONDS
         published = [
-            Published(int(self._numbers[server * NUM_NUMBERS + COUNT]), self._numbers[server * NUM_NUMBERS + STAMP])
-            for server in range(self._num_servers)
-            if server != self._server
+            Published(int(self._numbers[start + COUNT]), self._numbers[start + STAMP])
+            for start in range(0, len(self._numbers), NUM_NUMBERS)
+            if start != self._server * NUM_NUMBERS
         ]
         return min((one for one in published if one.stamp > oldest), key=lambda one: one.num_connections, default=None)
 
     def close(self) -> None:
         self.withdraw()
-        self._numbers.release()
-        self._bytes.release()
-        self._memory.close()
+        self._unmap()
+        os.close(self._descriptor)
 
 
 class Turns:

@@ -116,9 +116,7 @@ def run(payload: bytes, parent: Parent) -> None:
     with contextlib.ExitStack() as stack:
         ledger = stack.enter_context(contextlib.closing(Ledger.open(runtime_dir / "metrics", index)))
         try:
-            counts = ConnectionCounts(
-                runtime_dir / "connections", server=index, num_servers=spec.config.serving.api_server_count
-            )
+            counts = ConnectionCounts(runtime_dir / "connections", server=index)
             stack.callback(counts.close)
         except OSError as error:
             raise no_room(runtime_dir, error) from error

@@ -30,7 +30,7 @@ class SocketServer:
     def __init__(self, listener: socket.socket, counts_path: Path, **options: Any) -> None:
         self.listener = listener
         self._options = build_config(**options).serving
-        self.counts = ConnectionCounts(counts_path, server=0, num_servers=1)
+        self.counts = ConnectionCounts(counts_path, server=0)
         self.has_ended = threading.Event()
         """Set when an endless answer has ended."""
         self._started = threading.Event()

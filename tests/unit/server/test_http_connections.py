@@ -112,10 +112,7 @@ def clock():
 @pytest.fixture
 def counts(tmp_path, clock):
     """The counts of three servers."""
-    made = [
-        ConnectionCounts(tmp_path / "connections", server=server, num_servers=3, clock=lambda: clock[0])
-        for server in range(3)
-    ]
+    made = [ConnectionCounts(tmp_path / "connections", server=server, clock=lambda: clock[0]) for server in range(3)]
     yield made
     for one in made:
         one.close()
@@ -140,10 +137,30 @@ def test_least_of_others_counts_only_servers_that_accept(counts, clock):
 
 def test_connection_counts_of_a_replacement_start_anew(counts, tmp_path, clock):
     counts[0].set(40)
-    with closing(ConnectionCounts(tmp_path / "connections", server=0, num_servers=3, clock=lambda: clock[0])) as new:
+    with closing(ConnectionCounts(tmp_path / "connections", server=0, clock=lambda: clock[0])) as new:
         assert counts[1].least_of_others() is None
         new.set(0)
         assert counts[1].least_of_others().num_connections == 0
+
+
+def test_connection_counts_of_added_servers_are_seen_by_the_others(tmp_path, clock):
+    """The last index is used again."""
+
+    def open_counts(server):
+        return ConnectionCounts(tmp_path / "connections", server=server, clock=lambda: clock[0])
+
+    with closing(open_counts(0)) as first:
+        first.set(3)
+        assert first.least_of_others() is None
+        for count in (1, 2):
+            with closing(open_counts(5)) as added, closing(open_counts(2)) as other:
+                other.set(4)
+                assert (first.least_of_others().num_connections, added.least_of_others().num_connections) == (4, 3)
+                added.set(count)
+                assert (first.least_of_others().num_connections, other.least_of_others().num_connections) == (
+                    count,
+                ) * 2
+            assert first.least_of_others() is None
 
 
 def accepted_at(turns, own, other, *, until):
@@ -263,10 +280,7 @@ def make_servers(tmp_path):
         opened = []
 
         def make(accepting, num_servers, kind="port"):
-            counts = [
-                ConnectionCounts(tmp_path / "connections", server=index, num_servers=num_servers)
-                for index in range(num_servers)
-            ]
+            counts = [ConnectionCounts(tmp_path / "connections", server=index) for index in range(num_servers)]
             opened.extend(counts)
             servers = Servers(
                 runner,
