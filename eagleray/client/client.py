@@ -89,6 +89,8 @@ class Client:
         """Set when the supervisor has sent the list of engines that have joined, or are coming back."""
         self.grace = 0.0
         """Seconds for which running requests may continue once `stopping` is set."""
+        self.others_stay = False
+        """Whether other API servers serve on once `stopping` is set."""
         self.state = InstanceState()
         """State of the instance. Requests can be sent in every state; engines run them while it `may_step`."""
         self.tokenizer = builder.tokenizer
@@ -407,8 +409,8 @@ class Client:
             case Draining(engine):
                 self._in_flight.drain(engine)
                 self._report_drained(engine)
-            case Stop(grace, cause):
-                self.grace = grace
+            case Stop(grace, cause, others_stay):
+                self.grace, self.others_stay = grace, others_stay
                 self.stopping.set()
                 if cause:
                     self._fail(cause)

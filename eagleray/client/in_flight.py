@@ -152,8 +152,10 @@ class InFlightRequests:
         return any(request.engine == engine for request in self._requests.values())
 
     def on_engine_left(self, engine: EngineId, *, cause: str, will_restart: bool, is_planned: bool = False) -> None:
-        """Move, queue or fail the requests of an engine that left, maybe before it had joined. `is_planned`: it was told
-        to go, so no request is charged for that."""
+        """Move, queue or fail the requests of an engine that left, maybe before it had joined.
+
+        `is_planned`: it was told to go, so no request is charged for that.
+        """
         message = f"{engine.label} {'left' if is_planned else 'ended'}: {cause}"
         self._router.remove_engine(engine, cause=message, will_restart=will_restart, is_planned=is_planned)
         now = self._clock()

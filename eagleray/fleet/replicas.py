@@ -92,6 +92,10 @@ class Replicas(Mapping[MemberId, Replica]):
         self._leaving.add(key)
         return self._replicas[key]
 
+    def is_leaving(self, member: MemberId) -> bool:
+        """Whether the member's replica leaves for good."""
+        return replica_key(member) in self._leaving
+
     def drop_if_gone(self, replica: Replica) -> None:
         """Drop a replica that leaves, once nothing of it is left."""
         if replica.key in self._leaving and replica.is_gone:

@@ -235,7 +235,7 @@ class FleetState:
         """Publish that an incarnation has ended, and see what that means to the others."""
         if ended is None:
             return
-        is_planned = replica_key(ended.member) in self._leaving
+        is_planned = self._replicas.is_leaving(ended.member)
         left = Left(ended.member, str(ended.cause), returns=ended.is_replaced, is_planned=is_planned)
         is_held = False
         if isinstance(ended.member, EngineId):
@@ -442,7 +442,7 @@ class FleetState:
     def _stop_api_server(self, replica: Replica, grace: float) -> None:
         replica.close()
         if replica.stop(grace):
-            self._turn.send(Stop(grace), replica.member)
+            self._turn.send(Stop(grace, others_stay=True), replica.member)
         self._replicas.drop_if_gone(replica)
 
     def _set_ranks(self) -> None:

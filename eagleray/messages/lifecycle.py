@@ -85,6 +85,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     grace: float
     cause: str = ""
     """Cause of the instance's failure; empty if it is stopped on purpose."""
+    others_stay: bool = False
+    """Whether other API servers serve on, so that the receiver leaves new connections to them."""
 
 
 SupervisorToMember = Attach | Joined | Left | Stop | Command

@@ -59,10 +59,10 @@ class Published(NamedTuple):
 class ConnectionCounts:
     """The number of open connections of each API server of an instance, which all of them see.
 
-    A file that every server maps into its memory, and that a server of a higher index makes larger. A server writes only
-    its own numbers, each of which is a machine word, so there is nothing to lock. `server`: index of the server that
-    writes; the others take it for one that accepts nothing until it calls `set`. Raises `OSError` if there is no room
-    for the file.
+    A file that every server maps into its memory, and that a server of a higher index makes larger. A server writes
+    only its own numbers, each of which is a machine word, so there is nothing to lock. `server`: index of the server
+    that writes; the others take it for one that accepts nothing until it calls `set`. Raises `OSError` if there is no
+    room for the file.
     """
 
     def __init__(self, path: Path, *, server: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -180,6 +180,7 @@ class Acceptor:
         self._handshakes: set[Handshake] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._turns = Turns()
+        self._is_closed = False
 
     def start(self) -> None:
         self._listener.setblocking(False)
@@ -189,7 +190,8 @@ class Acceptor:
         self._watch()
 
     def close(self) -> None:
-        """Stop accepting. Open connections stay open."""
+        """Stop accepting. Open connections stay open. Idempotent."""
+        self._is_closed = True
         self._unwatch()
         if self._timer is not None:
             self._timer.cancel()
@@ -200,7 +202,8 @@ class Acceptor:
 
     def report(self) -> None:
         """Publish the number of connections to the other servers. Call it again within `STUCK_SERVER_SECONDS`."""
-        self._counts.set(len(self._connections))
+        if not self._is_closed:
+            self._counts.set(len(self._connections))
 
     def _watch(self) -> None:
         self._loop.add_reader(self._listener, self._on_connection)

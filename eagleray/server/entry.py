@@ -77,6 +77,7 @@ class _Server(uvicorn.Server):
         self._certificates = certificates
         self._acceptor: Acceptor | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._accepts = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -91,13 +92,23 @@ class _Server(uvicorn.Server):
             counts=self._counts,
             certificates=self._certificates,
         )
-        self._acceptor.start()
+        if self._accepts:
+            self._acceptor.start()
         self._watching = asyncio.create_task(self._connections.watch(self._on_tick))
         self.started = True
 
+    def stop_accepting(self) -> None:
+        """Leave new connections to the other API servers: close idle ones, and each busy one after its answer."""
+        self._accepts = False
+        if self._acceptor is not None:
+            self._acceptor.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
     def _on_tick(self) -> None:
         assert self._acceptor is not None
-        self._acceptor.report()
+        if self._accepts:
+            self._acceptor.report()
         self._certificates.refresh()
         self._on_server_tick()
 
@@ -136,6 +147,8 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: Co
         reading = asyncio.create_task(client.run())
         stopping = asyncio.create_task(client.stopping.wait())
         await asyncio.wait([serving, reading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if client.others_stay:
+            server.stop_accepting()
         await _drain(client)
         await client.close()  # aborts what still runs, so that every connection gets a complete answer
         server.should_exit = True
@@ -180,8 +193,8 @@ async def _accept(server: _Server, listener: socket.socket, client: Client) -> N
 async def _drain(client: Client) -> None:
     """Wait until running requests have finished and no weight update is open, for the grace at most.
 
-    Connections are still accepted, and their requests get 503: if this server left the socket now, new connections
-    would hang in its backlog, because the supervisor keeps it open.
+    While the instance stops, connections are still accepted, and their requests get 503: if all servers left the socket
+    now, new connections would hang in its backlog, because the supervisor keeps it open.
     """
     deadline = time.monotonic() + client.grace
     while (client.num_in_flight or client.state.open_update is not None) and time.monotonic() < deadline:

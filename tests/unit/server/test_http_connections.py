@@ -307,6 +307,16 @@ def test_acceptors_of_one_socket_spread_connections_evenly(make_servers, num_ser
     assert all(abs(count - share) <= 2 for count in servers.counts), servers.counts
 
 
+def test_acceptor_that_is_closed_leaves_connections_to_the_others(make_servers):
+    servers, _ = make_servers(range(2), 2)
+    servers.connect(20)
+    servers.acceptors[1].close()
+    servers.acceptors[1].report()
+    before = servers.counts
+    servers.connect(12)
+    assert servers.counts == [before[0] + 12, before[1]]
+
+
 def test_acceptors_when_a_server_with_fewer_is_stuck_accept(make_servers):
     """The other server has published that it accepts, and does not."""
     servers, counts = make_servers([0], 2)
