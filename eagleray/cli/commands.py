@@ -21,6 +21,8 @@ COMMANDS = {
     "chat": "talk to a model of a running server",
     "complete": "complete texts with a model of a running server",
     "top": "show a running server live in the terminal",
+    "scale": "change the number of engines and API servers of a running server",
+    "restart": "restart the engines of a running server, one after another",
     "bench": "measure a server, a model or a part",
     "completion": "print a script that completes eagleray's commands and options in a shell",
     "collect-env": "print versions, processor, memory and kernels of this machine",
@@ -39,6 +41,8 @@ COMMAND_MEANINGS = {
     "monitor": "top",
     "dashboard": "top",
     "status": "top",
+    "scale-elastic-ep": "scale",
+    "reload": "restart",
     "collect_env": "collect-env",
     "env": "collect-env",
 }
