@@ -1,7 +1,8 @@
 """Load on a server while its processes are killed, and a report of what its clients noticed: nothing but a pause.
 
 python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [--ray-cluster own] [--hosts 3]
-    [--victims engine,raylet] [--expert-parallel] [--routed-experts] [--steer] [--weight-updates 5] [-- options]
+    [--victims engine,raylet] [--expert-parallel] [--routed-experts] [--steer] [--scale] [--weight-updates 5]
+    [-- options]
 
 The load is sent twice to the same server: first without faults, then while random engines, workers and API servers are
 killed (SIGKILL) or stopped (SIGSTOP) every few seconds; with `--hosts`, which needs root, each engine is on a host of
@@ -9,7 +10,8 @@ its own, hosts are killed, and links to them are cut. `--victims` may name `rayl
 its control store: those of a cluster that this program maintains, restarting its nodes as an operator does, or, with
 `--ray-cluster own`, those of the cluster that the server has started for itself. Every answer must be the same both
 times. A request whose own API server exits loses its connection; it is sent again here, as any client has to, and
-counted separately. With `--steer`, pauses, sleeps and weight updates go on meanwhile.
+counted separately. With `--steer`, pauses, sleeps and weight updates go on meanwhile; with `--scale`, engines and API
+servers are added, removed and restarted.
 
 With `--weight-updates` a trainer pushes other weights every few seconds meanwhile, by shared memory and also in pauses,
 and processes are killed in the middle of its calls. The load without faults is sent once with each variant of the
@@ -50,6 +52,7 @@ from chaos_load import (
     run_load,
 )
 from chaos_report import SHOWN, ChaosReport, show_report, wait_percentiles
+from chaos_scaling import Scaling
 from chaos_server import CONTROL_STORE, RAYLET, ChaosFailed, Server, Target, exit_on_sigterm
 from chaos_steering import Steering
 from chaos_trainer import TRAINER_TIMEOUT_SECONDS, Trainer
@@ -99,6 +102,8 @@ def main() -> int:
         parser.error(f"--hosts {options.hosts}: {reason}")
     if options.steer and options.weight_updates:
         parser.error("--steer, --weight-updates: both update the weights; give one of them")
+    if options.scale and (options.steer or options.weight_updates or options.expert_parallel):
+        parser.error("--scale: not with --steer, --weight-updates or --expert-parallel, which forbid it at times")
     exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory, ExitStack() as stack:
         root = Path(directory)
@@ -228,9 +233,16 @@ async def _load_of_one_version(
     choices = [choice for one in expected if one.answer is not None for choice in one.answer.choices.values()]
     if options.routed_experts and not all(choice.rows for choice in choices):
         raise ChaosFailed("not every answer has routed experts, though all asked for them")
-    steering = None
+    steering: Steering | Scaling | None = None
     if options.steer:
         steering = Steering(server.url, rng=random.Random(options.seed))
+    elif options.scale:
+        steering = Scaling(
+            server.url,
+            num_engines=options.data_parallel_size,
+            num_api_servers=options.api_server_count,
+            rng=random.Random(options.seed),
+        )
     began = time.monotonic()
     got = await _run_load_with_faults(server, requests, injector, steering, options.concurrency)
     if steering is not None:
@@ -310,7 +322,7 @@ async def _run_load_with_faults(
     server: Server,
     requests: Sequence[ChaosRequest],
     injector: FaultInjector,
-    steering: Steering | None,
+    steering: Steering | Scaling | None,
     concurrency: int,
 ) -> list[ChaosOutcome]:
     disturbing = [asyncio.create_task(injector.run())]
@@ -397,6 +409,7 @@ def _parser() -> argparse.ArgumentParser:
         "--routed-experts", action="store_true", help="all requests ask which experts computed their tokens"
     )
     parser.add_argument("--steer", action="store_true", help="pause, put to sleep and update the weights meanwhile")
+    parser.add_argument("--scale", action="store_true", help="add, remove and restart engines and servers meanwhile")
     parser.add_argument(
         "--weight-updates", type=float, default=0.0, metavar="SECONDS", help="push other weights about that often"
     )

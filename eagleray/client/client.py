@@ -90,7 +90,7 @@ class Client:
         self.grace = 0.0
         """Seconds for which running requests may continue once `stopping` is set."""
         self.others_stay = False
-        """Whether other API servers serve on once `stopping` is set."""
+        """Whether other API servers serve on once `stopping` is set. Then requests that still come are taken."""
         self.state = InstanceState()
         """State of the instance. Requests can be sent in every state; engines run them while it `may_step`."""
         self.tokenizer = builder.tokenizer
@@ -186,6 +186,11 @@ class Client:
             request_log=request_log,
             answer_formats=formats,
         )
+
+    @property
+    def takes_no_requests(self) -> bool:
+        """Whether new requests are refused, because this client stops."""
+        return self.stopping.is_set() and not self.others_stay
 
     @property
     def engine_info(self) -> EngineInfo | None:
@@ -368,7 +373,7 @@ class Client:
         """Return the served model, or raise if no requests are accepted."""
         if self._failure is not None:
             raise EngineFailed(self._failure)
-        if self._is_closed or self.stopping.is_set():
+        if self._is_closed or self.takes_no_requests:
             raise Unavailable("this client is stopping and takes no new requests")
         if self._known_engines.info is None:
             raise Unavailable(f"no engine is ready{f': {self.cause}' if self.cause else ', try again in a moment'}")

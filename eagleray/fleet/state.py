@@ -420,7 +420,9 @@ class FleetState:
                 self._set_ranks()
                 self._let_leave(replica, cause, returns=False)
             case Remove(key, cause, grace):
-                self._stop_api_server(self._replicas.let_go(key), grace)
+                # Its connections cannot move, so its requests have at least the time that they have at the end.
+                shutdown_timeout = self._config.serving.shutdown_timeout
+                self._stop_api_server(self._replicas.let_go(key), max(grace, shutdown_timeout))
             case RestartReplica(key, cause):
                 self._let_leave(self._replicas[key], cause, returns=True)
 

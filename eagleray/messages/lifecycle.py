@@ -86,7 +86,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     cause: str = ""
     """Cause of the instance's failure; empty if it is stopped on purpose."""
     others_stay: bool = False
-    """Whether other API servers serve on, so that the receiver leaves new connections to them."""
+    """Whether other API servers accept from the same socket, so that this one refuses no request: it accepts no more
+    connections, and closes each that it has after its next answer."""
 
 
 SupervisorToMember = Attach | Joined | Left | Stop | Command

@@ -82,6 +82,8 @@ class HttpConnections:
         self.state = state
         self.open_paths = open_paths
         self.count_refusal = count_refusal
+        self.is_leaving = False
+        """Whether each connection is closed after its next answer, because other servers take over."""
         self.now = 0.0
         """Seconds that the event loop has run, counted in ticks, so that time in which it was stuck is not charged to
         clients."""

@@ -97,13 +97,19 @@ class _Server(uvicorn.Server):
         self._watching = asyncio.create_task(self._connections.watch(self._on_tick))
         self.started = True
 
-    def stop_accepting(self) -> None:
-        """Leave new connections to the other API servers: close idle ones, and each busy one after its answer."""
+    async def leave(self, seconds: float) -> None:
+        """Leave new connections to the other API servers, and wait until those that this one has are closed, for at
+        most `seconds`."""
         self._accepts = False
         if self._acceptor is not None:
             self._acceptor.close()
+        self._connections.is_leaving = True
         for connection in list(self.server_state.connections):
-            connection.shutdown()
+            assert isinstance(connection, HttpProtocol)
+            connection.leave()
+        deadline = time.monotonic() + seconds
+        while self.server_state.connections and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     def _on_tick(self) -> None:
         assert self._acceptor is not None
@@ -148,8 +154,9 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: Co
         stopping = asyncio.create_task(client.stopping.wait())
         await asyncio.wait([serving, reading, stopping], return_when=asyncio.FIRST_COMPLETED)
         if client.others_stay:
-            server.stop_accepting()
-        await _drain(client)
+            await server.leave(client.grace)
+        else:
+            await _drain(client)
         await client.close()  # aborts what still runs, so that every connection gets a complete answer
         server.should_exit = True
         if not client.attached.is_set():

@@ -86,6 +86,14 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether every request whose headers have arrived has its whole answer."""
         return self.cycle is None or self.cycle.response_complete
 
+    def leave(self) -> None:
+        """Close the connection if it is idle, or else after its next answer. One that has had no request yet stays,
+        because its first one may be on its way."""
+        if not self._is_answered:
+            self.cycle.keep_alive = False
+        elif self._num_messages and self._phase is ReadPhase.BETWEEN:
+            self.transport.close()
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._is_unix = self.server is not None and self.server[1] is None
@@ -147,7 +155,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._phase = ReadPhase.BODY
         self._since = self._shared.now
         self._shared.waiting.pop(self, None)
-        if self._is_reserved:
+        if self._is_reserved or self._shared.is_leaving:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:

@@ -245,7 +245,7 @@ class Service:
 
     def check_running(self) -> None:
         """Raise `Unavailable` if this server is stopping, because it takes no new requests then."""
-        if self.client.stopping.is_set():
+        if self.client.takes_no_requests:
             raise Unavailable("this server is stopping and takes no new requests; try again elsewhere or later")
 
     def check_ready(self) -> None:

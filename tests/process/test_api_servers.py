@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -102,6 +103,39 @@ def test_api_server_killed_others_keep_port_and_counts(start, get):
     assert "SIGKILL" in second.reports.get(timeout=SECONDS)
     assert {get("/live").status_code for _ in range(20)} == {200}
     assert answered(get, "/live") == 60
+
+
+def answer_from(connection: socket.socket) -> bytes:
+    """Return the answer of `/live`."""
+    answer = b""
+    while b'"ok"}' not in answer:
+        answer += (received := connection.recv(4096))
+        assert received, answer
+    return answer
+
+
+def test_api_server_leaves_answers_requests_on_their_way(start, get, listener):
+    """Scaling down refuses nobody: connections that were accepted get their answer, new ones go to the others."""
+    first = start(0)
+    address = first.attach()
+    with ExitStack() as stack:
+        outbox: Outbox = Outbox(Codec[SupervisorToMember](SUPERVISOR_OUTBOX).encode)
+        stack.callback(outbox.close)
+        fresh, idle = (stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(2))
+        request = b"GET /live HTTP/1.1\r\nHost: here\r\n\r\n"
+        idle.settimeout(SECONDS)
+        fresh.settimeout(SECONDS)
+        idle.sendall(request)
+        assert b"200" in answer_from(idle)
+        outbox.connect("first", address)
+        outbox.send("first", Stop(SECONDS, others_stay=True))
+        assert idle.recv(4096) == b""
+        start(1).attach()
+        assert {get("/live").status_code for _ in range(5)} == {200}
+        fresh.sendall(request)
+        answer = answer_from(fresh)
+        assert b"200" in answer and b"connection: close" in answer
+        assert first.reports.get(timeout=SECONDS) == "it ended with exit code 0"
 
 
 def test_api_server_stopped_others_keep_port(start, get):

@@ -246,7 +246,7 @@ def test_scale_api_servers_are_added_and_finish_before_they_go():
         it.bring_up(server)
     assert it.answer(call)["active_api_server_count"] == 3
     call = it.call(Scale(num_api_servers=1, drain_timeout=20.0))
-    assert it.received[A[2]][-1] == Stop(20.0, others_stay=True)
+    assert it.received[A[2]][-1] == Stop(30.0, others_stay=True), "the time of the option `shutdown_timeout`"
     assert A[2] in it.attached, "its streams still need the engines"
     for server in A[1:3]:
         it.exit(server, "it ended with exit code 0")
