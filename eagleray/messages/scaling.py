@@ -54,3 +54,36 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
     client: ClientId
     engine: EngineId
+
+
+class EngineLoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Load of an engine as a client knows it."""
+
+    engine: EngineId
+    num_running: int
+    """Sequences that are computed."""
+    num_waiting: int
+    """Sequences that would be admitted if there were room."""
+    cache_usage: float
+    """Fraction of the cache blocks in use, between 0 and 1."""
+    num_prompt_tokens: int
+    """Prompt tokens that this incarnation of the engine has computed."""
+    num_generation_tokens: int
+    """The same for generated tokens."""
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Load of a client and of the engines, sent once a second if the number of engines follows it (`autoscale`)."""
+
+    client: ClientId
+    engines: list[EngineLoadReport]
+    """The engines that have joined."""
+    num_unassigned: int = 0
+    """Sequences of requests that wait in this client for an engine."""
+    num_first_tokens: int = 0
+    """Requests that got their first token since the last report. This and the next two numbers are about requests that
+    have arrived since the newest engine joined, because that engine could not help earlier ones."""
+    num_late: int = 0
+    """Number of those that got it later than `autoscale_target_ttft` seconds after their arrival."""
+    num_overdue: int = 0
+    """Requests without a token that arrived longer ago than that."""
