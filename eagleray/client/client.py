@@ -23,6 +23,7 @@ from eagleray.client.answers.reasoning_formats import reasoning_config
 from eagleray.client.collective_rpc import RpcCalls
 from eagleray.client.control import ControlCalls, execute
 from eagleray.client.in_flight import InFlightRequests, RecoveryObserver
+from eagleray.client.load_report import LoadReporter
 from eagleray.client.preprocess import Prompt, RequestBuilder, RequestOptions
 from eagleray.client.request import RequestStream
 from eagleray.client.request_log import RequestLog
@@ -80,6 +81,8 @@ class Client:
         builder: RequestBuilder,
         router: Router,
         request_log: RequestLog | None = None,
+        reports_load: bool = False,
+        target_ttft: float | None = None,
         answer_formats: AnswerFormats = AnswerFormats(),  # noqa: B008 - immutable
     ) -> None:
         self.address = inbox.address
@@ -116,6 +119,10 @@ class Client:
         self._on_change: Callable[[], None] = lambda: None
         self._in_flight = InFlightRequests(client_id, router=router, send=outbox.send)
         self._in_flight.on_drained = self._report_drained
+        self._load_reporter: LoadReporter | None = None
+        """None unless the number of engines follows the load."""
+        if reports_load:
+            self._load_reporter = LoadReporter(client_id, in_flight=self._in_flight, target_ttft=target_ttft)
         self._rpc_calls = RpcCalls(client_id, send=outbox.send)
         self._rpc_calls.on_done = self._on_calls_done
         self._control_calls = ControlCalls(client_id, send=partial(outbox.send, SUPERVISOR))
@@ -184,6 +191,8 @@ class Client:
             builder=builder,
             router=router,
             request_log=request_log,
+            reports_load=config.parallel.autoscale is not None,
+            target_ttft=config.parallel.autoscale_target_ttft,
             answer_formats=formats,
         )
 
@@ -242,7 +251,7 @@ class Client:
 
         Raises the error that ends it otherwise; then the requests in flight fail.
         """
-        watch = asyncio.create_task(self._watch_connections())
+        watch = asyncio.create_task(self._watch())
         try:
             while True:
                 try:
@@ -259,10 +268,12 @@ class Client:
             if not self._is_closed and self._failure is None:
                 self._fail("this client no longer hears its engines")
 
-    async def _watch_connections(self) -> None:
-        """Report engines that cannot be reached to the supervisor, which then removes them."""
+    async def _watch(self) -> None:
+        """Report engines that cannot be reached to the supervisor, which then removes them, and the load."""
         while True:
             await asyncio.sleep(CONNECTION_POLL_SECONDS)
+            if self._load_reporter is not None and self.attached.is_set():
+                self._outbox.send(SUPERVISOR, self._load_reporter.report(self.stats.values()))
             for peer in self._outbox.pop_broken():
                 if isinstance(peer, EngineId):
                     self._outbox.send(SUPERVISOR, Unreachable(self.client_id, peer))
@@ -438,6 +449,8 @@ class Client:
             self._outbox.connect(joined.member, joined.address)
             self._in_flight.on_engine_joined(joined.member, joined.engine)
             self._outbox.send(SUPERVISOR, Knows(self.client_id, joined.member))
+            if self._load_reporter is not None:
+                self._load_reporter.on_engine_joined()
             self._engines_changed.set()
 
     def _on_left(self, left: Left) -> None:

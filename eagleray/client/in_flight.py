@@ -70,12 +70,24 @@ class InFlightRequests:
         """The requests by their ids, in order of arrival."""
         self._completions: dict[str, tuple[ClientRequest, Completion]] = {}
         """The unfinished completions of assigned requests, by the id that their engine knows them under."""
+        self.on_first_token: Callable[[ClientRequest], None] = lambda request: None
+        """Called when the first token of a request has come."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
+
+    @property
+    def num_unassigned_seqs(self) -> int:
+        """Number of completions of requests that wait here for an engine."""
+        return sum(len(request.unfinished) for request in self._queued())
+
+    def num_queued_between(self, begin: float, end: float) -> int:
+        """Return the number of requests without a token that arrived between these times of `time.perf_counter`."""
+        queued = (request.arrived_at for request in self._requests.values() if request.is_queued)
+        return sum(begin <= arrived_at < end for arrived_at in queued)
 
     def start(self, request: ClientRequest) -> RequestStream:
         """Send a new request to an engine, or queue it until there is one. Its timeout begins to run.
@@ -249,6 +261,7 @@ class InFlightRequests:
             request.first_token_at = time.perf_counter()
             request.first_token_engine = request.engine
             self._leave_queue(request)
+            self.on_first_token(request)
         request.deliver(completion, chunk)
         if request.failure is not None:
             others = [other for other in request.engine_request_ids if other != chunk.request_id]

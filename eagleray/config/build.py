@@ -14,6 +14,7 @@ from eagleray.config.log_config import with_log_config
 from eagleray.config.lora_modules import check_lora
 from eagleray.config.option_values import integer
 from eagleray.config.resolve import (
+    autoscale_limits,
     cache_bytes,
     check_executor,
     check_experts,
@@ -58,7 +59,7 @@ def build_config(**options: Any) -> Config:
             built[section.name] = msgspec.convert(sections[section.name], section.type, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(_explain(error)) from None
-    config = Config(**built)
+    config = _with_least_engines(Config(**built))
     _check_sendable(config)
     check_names(config.model)
     cache_bytes(config.cache)  # a size that cannot be read is an error now, not when the cache is allocated
@@ -71,6 +72,14 @@ def build_config(**options: Any) -> Config:
     check_traces(config.observability)
     _check_ray_is_installed(config)
     return msgspec.structs.replace(config, observability=with_log_config(config.observability))
+
+
+def _with_least_engines(config: Config) -> Config:
+    """Raise `data_parallel_size` to the minimum of `autoscale`."""
+    limits, parallel = autoscale_limits(config), config.parallel
+    if limits is None or parallel.data_parallel_size >= limits[0]:
+        return config
+    return msgspec.structs.replace(config, parallel=msgspec.structs.replace(parallel, data_parallel_size=limits[0]))
 
 
 def unknown_option(name: str) -> ConfigError:

@@ -74,6 +74,10 @@ class EngineKeywords(TypedDict, total=False):
     data_parallel_rank: int | str | None
     data_parallel_start_rank: int | str | None
     data_parallel_size_local: int | str | None
+    autoscale: str | None
+    autoscale_target_queue: float | str | None
+    autoscale_target_ttft: float | str | None
+    autoscale_down_delay: float | str | None
     enable_expert_parallel: bool | None
     expert_dispatch: Literal["auto", "all-reduce", "all-gather", "all-to-all"] | str | None
     enable_eplb: bool | None

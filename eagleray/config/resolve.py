@@ -122,10 +122,32 @@ def local_ranks(config: Config) -> range:
     return ranks
 
 
+def autoscale_limits(config: Config) -> tuple[int, int] | None:
+    """Return the least and the greatest number of engines of `autoscale`; None without it. Raises `ConfigError`."""
+    if (text := config.parallel.autoscale) is None:
+        return None
+    if (match := re.fullmatch(r"\s*(\d{1,6})\s*:\s*(\d{1,6})\s*", text)) is None:
+        raise ConfigError(
+            f"option `autoscale`: expected the least and the greatest number of engines, such as 1:4, but got {text!r}"
+        )
+    least, most = int(match[1]), int(match[2])
+    if least < 1:
+        raise ConfigError(f"option `autoscale`: {text} would stop every engine, but at least one must stay: take 1")
+    if most < least:
+        raise ConfigError(f"option `autoscale`: {text} has a minimum above its maximum: did you mean {most}:{least}?")
+    return least, most
+
+
+def max_engines(config: Config) -> int:
+    """Return the largest number of engines that this program may start by itself."""
+    limits = autoscale_limits(config)
+    return len(local_ranks(config)) if limits is None else limits[1]
+
+
 def engines_on_host(config: Config) -> int:
     """Return the number of engines that share the cores and the memory of a host, as far as the configuration tells:
     engines that are processes all run on this one; Ray decides the number on a host at run time."""
-    return len(local_ranks(config)) if config.parallel.data_parallel_backend == "processes" else 1
+    return max_engines(config) if config.parallel.data_parallel_backend == "processes" else 1
 
 
 def engine_index(config: Config, rank: int) -> int:
@@ -221,12 +243,38 @@ def check_fleet(config: Config) -> None:
         raise ConfigError(
             "option `ray_nodes` is for what Ray places: take data_parallel_backend ray, or executor ray or ray-graph"
         )
-    if len(ranks) > 1:
-        _check_shared_bundles(config, num_engines=len(ranks))
+    if (num_engines := max(len(ranks), max_engines(config))) > 1:
+        _check_shared_bundles(config, num_engines=num_engines)
+    _check_autoscale(config)
     if config.serving.routed_experts_by_default and not config.model.enable_return_routed_experts:
         raise ConfigError("option `routed_experts_by_default` needs the option `enable_return_routed_experts`")
     if config.serving.attach_file is not None:
         _check_attach_file(Path(config.serving.attach_file))
+
+
+def _check_autoscale(config: Config) -> None:
+    parallel, limits = config.parallel, autoscale_limits(config)
+    if limits is None:
+        for name in ("autoscale_target_queue", "autoscale_target_ttft", "autoscale_down_delay"):
+            if getattr(parallel, name) != getattr(ParallelConfig(), name):
+                raise ConfigError(f"option `{name}` is a target of `autoscale`: add `autoscale`, such as 1:4")
+        return
+    if parallel.data_parallel_size > limits[1]:
+        raise ConfigError(
+            f"option `autoscale`: data_parallel_size {parallel.data_parallel_size} is more than the maximum of "
+            f"{parallel.autoscale}: mend one of the two"
+        )
+    if parallel.enable_expert_parallel:
+        raise ConfigError(
+            "option `autoscale`: engines that share experts (`enable_expert_parallel`) cannot be scaled yet: drop one "
+            "of the two"
+        )
+    for name in ("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"):
+        if getattr(parallel, name) is not None:
+            raise ConfigError(
+                f"option `autoscale`: with `{name}` the engines are started by several programs, and each sees a part "
+                "of the load only: drop it, or scale the programs"
+            )
 
 
 def _ray_options(ray: RayConfig) -> list[str]:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from eagleray.config.observability import ObservabilityConfig
-from eagleray.config.serving import Positive, ServingConfig
+from eagleray.config.serving import Positive, Seconds, ServingConfig
 
 Rank = Annotated[int, Meta(ge=0)]
 
@@ -384,6 +384,27 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     data_parallel_size_local: Annotated[
         Positive | None, Meta(description="Engines of this deployment that run here. Default: all of them.")
     ] = None
+    autoscale: Annotated[
+        str | None,
+        Meta(
+            description="Keep the number of engines between MIN and MAX as the load needs, given as MIN:MAX, such as "
+            "1:4. The start is with `data_parallel_size` engines, or MIN if that is more.",
+        ),
+    ] = None
+    autoscale_target_queue: Annotated[
+        float, Meta(gt=0, description="Waiting sequences per engine above which `autoscale` adds engines.")
+    ] = 5.0
+    autoscale_target_ttft: Annotated[
+        Seconds | None,
+        Meta(
+            description="Seconds to the first token above which `autoscale` adds engines, if more than a tenth of the "
+            "requests take longer. Default: the time is not looked at.",
+        ),
+    ] = None
+    autoscale_down_delay: Annotated[
+        float,
+        Meta(ge=10, description="Seconds for which fewer engines must do before `autoscale` removes some."),
+    ] = 300.0
 
     enable_expert_parallel: Annotated[
         bool,

@@ -16,6 +16,7 @@ ROWS_PER_BLOCK = 64
 ONE_CLUSTER = "the actors of a stage use the cluster of the pipeline: connect to it by `ray.init`"
 OWN_GROUPS = "each actor has a placement group of its own: leave it out, and see `actor_options`"
 ALL_RANKS = "each actor has all of its engines: set `data_parallel_size`, and `num_actors` for more"
+AUTOSCALE = "a stage scales its actors, each with a fixed number of engines: set `num_actors` to two numbers"
 
 REFUSED = {
     "ray_address": ONE_CLUSTER,
@@ -24,6 +25,10 @@ REFUSED = {
     "data_parallel_rank": ALL_RANKS,
     "data_parallel_start_rank": ALL_RANKS,
     "data_parallel_size_local": ALL_RANKS,
+    "autoscale": AUTOSCALE,
+    "autoscale_target_queue": AUTOSCALE,
+    "autoscale_target_ttft": AUTOSCALE,
+    "autoscale_down_delay": AUTOSCALE,
     "instance_name": "several actors cannot have one name: leave it out",
 }
 """Options of `LLM` that a stage refuses, with the reason."""

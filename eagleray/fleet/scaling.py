@@ -47,6 +47,19 @@ class Scaling:
         self._queue: list[ScalingOperation] = []
         self._past: dict[str, ScalingOperation] = {}
         """Operations that have ended, by id, the newest last."""
+        self.autoscale: Callable[[], dict[str, Any]] | None = None
+        """Describes the autoscaler; None if the number of engines does not follow the load."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no operation runs or waits."""
+        return not self._operations
+
+    def begin(self, operation_id: str, request: Scale) -> ScalingOperation:
+        """Begin an operation of the autoscaler, which has no caller. Raises the reason why it may not begin."""
+        operation = self._enqueue(operation_id, request)
+        operation.is_automatic = True
+        return operation
 
     # Events.
 
@@ -61,6 +74,7 @@ class Scaling:
                 return
             operation = self._known(call.operation_id, request)
             if operation is None:
+                self._check_manual(request)
                 operation = self._enqueue(call.operation_id, request)
         except EagleRayError as error:
             self._answer(caller, error)
@@ -128,6 +142,17 @@ class Scaling:
             raise WrongState(f"operation {operation_id} asked for something else: give another operation id")
         return operation
 
+    def _check_manual(self, request: Scale | RestartEngines) -> None:
+        """Refuse another number of engines while the autoscaler decides about it."""
+        if self.autoscale is None or not isinstance(request, Scale):
+            return
+        if request.num_engines is not None or request.remove_ranks:
+            limits = self.autoscale()
+            raise WrongState(
+                f"the number of engines follows the load (`autoscale` {limits['min']}:{limits['max']}) and cannot be "
+                "set: start without `autoscale` to set it, or restart engines to replace them"
+            )
+
     def _find(self, operation_id: str | None) -> ScalingOperation | None:
         if operation_id is None:
             return self._current or next(reversed(self._past.values()), None)
@@ -173,7 +198,7 @@ class Scaling:
         outcome = "took" if error is None else "failed after"
         cause = "" if error is None else f": {error}"
         logger.log(
-            logging.INFO if error is None else logging.WARNING,
+            logging.INFO if error is None else logging.DEBUG if operation.is_automatic else logging.WARNING,
             "scaling (operation %s) %s %.2f s%s; the engines are %s",
             operation.operation_id,
             outcome,
@@ -204,6 +229,8 @@ class Scaling:
             "is_retryable": True,
             "seconds": None,
         }
+        if self.autoscale is not None:
+            answer["autoscale"] = self.autoscale()
         if operation is None:
             return answer
         request = operation.request

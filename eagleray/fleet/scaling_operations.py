@@ -78,6 +78,8 @@ class ScalingOperation:
     operation_id: str
     request: Scale | RestartEngines
     callers: list[Caller] = field(default_factory=list)
+    is_automatic: bool = False
+    """Whether the autoscaler has begun it, which logs its failures itself."""
     phase: Phase = "queued"
     began: float = 0.0
     seconds: float | None = None

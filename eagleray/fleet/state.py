@@ -20,6 +20,7 @@ from eagleray.config.resolve import expert_engines, local_ranks
 from eagleray.config.sections import Config
 from eagleray.errors import EagleRayError, InvalidRequest, Unavailable, WrongState
 from eagleray.fleet import timeouts
+from eagleray.fleet.autoscaler import Autoscaler, autoscale_settings
 from eagleray.fleet.control.instance import (
     Effect,
     JoinEngine,
@@ -80,7 +81,7 @@ from eagleray.messages.lifecycle import (
     Unreachable,
 )
 from eagleray.messages.membership import EngineInfo, Left
-from eagleray.messages.scaling import Drained, Draining, GetScaling, RestartEngines, Scale
+from eagleray.messages.scaling import Drained, Draining, GetScaling, LoadReport, RestartEngines, Scale
 
 logger = get_logger(__name__)
 
@@ -110,6 +111,17 @@ class FleetState:
         self._replicas = Replicas(config, self._turn, self._membership)
         self._changes = FleetChanges(self._replicas, self._membership, self._turn, instance=instance, shortage=shortage)
         self._scaling = Scaling(self._changes, self._turn, instance=instance, forbidden=self._scaling_forbidden)
+        self._autoscaler: Autoscaler | None = None
+        """None if the number of engines is fixed."""
+        if (settings := autoscale_settings(config)) is not None:
+            self._autoscaler = Autoscaler(
+                settings,
+                begin=self._scaling.begin,
+                changes=self._changes,
+                membership=self._membership,
+                turn=self._turn,
+            )
+            self._scaling.autoscale = self._autoscaler.describe
         self._adopted: set[ClientId] = set()
         """Clients in the supervisor's process."""
         self._known: set[tuple[ClientId, EngineId]] = set()
@@ -181,6 +193,8 @@ class FleetState:
                 self._scaling.call(event, request)
             case Drained(client, engine):
                 self._changes.on_drained(client, engine)
+            case LoadReport():
+                self._on_load_report(event)
             case ControlCall():
                 self._carry_out(self._control.call(event, now))
             case CommandDone():
@@ -398,6 +412,12 @@ class FleetState:
                 param="num_engines",
             )
         return None
+
+    def _on_load_report(self, report: LoadReport) -> None:
+        if self._autoscaler is None or self._is_closed or not self.is_serving:
+            return
+        pause = None if self._control.state.may_step else f"the instance is {self._control.state.name}"
+        self._autoscaler.on_report(report, pause=pause if self._scaling.is_idle else "an operation runs")
 
     def _take(self, step: Step) -> None:
         """Carry out a step of a scaling operation."""

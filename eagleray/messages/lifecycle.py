@@ -19,7 +19,7 @@ from eagleray.identity import ClientId, DriverId, EngineId, MemberId, ProcessId
 from eagleray.messages.control import Command, CommandDone, ControlCall, ControlReturned, InstanceState, StateChanged
 from eagleray.messages.failure import Ended
 from eagleray.messages.membership import EngineInfo, Joined, Left
-from eagleray.messages.scaling import Drained, Draining
+from eagleray.messages.scaling import Drained, Draining, LoadReport
 from eagleray.messages.workers import EngineOpened, RayContext
 
 
@@ -191,6 +191,7 @@ MemberToSupervisor = (
     | ControlCall
     | CommandDone
     | Drained
+    | LoadReport
 )
 
 

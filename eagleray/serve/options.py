@@ -21,6 +21,7 @@ TLS = "connections end at Serve's proxies: give {} in the `http_options` of `ser
 SOCKETS = "connections end at Serve's proxies, which have no such limit: set it in the load balancer before them"
 GROUP = "a replica uses the placement group that Serve makes for it: give `{}` in `deployment`"
 RANKS = "each replica has all of its engines: give `data_parallel_size`, and `num_replicas` in `deployment` for more"
+AUTOSCALE = "Serve scales replicas, each with a fixed number of engines: give `autoscaling_config` in `deployment`"
 
 REFUSED = {
     "host": PROXY.format("host"),
@@ -51,6 +52,10 @@ REFUSED = {
     "data_parallel_rank": RANKS,
     "data_parallel_start_rank": RANKS,
     "data_parallel_size_local": RANKS,
+    "autoscale": AUTOSCALE,
+    "autoscale_target_queue": AUTOSCALE,
+    "autoscale_target_ttft": AUTOSCALE,
+    "autoscale_down_delay": AUTOSCALE,
     "instance_name": "instances are named after their replicas: give `name` in `deployment`",
 }
 """Options of `eagleray serve` that `build_app` refuses, with what Ray Serve has in their place."""

@@ -77,6 +77,22 @@ class ElasticParameters(OperationParameters, kw_only=True):
     drain_timeout: DrainTimeout = 120.0
 
 
+class AutoscaleDecision(msgspec.Struct, frozen=True, kw_only=True):
+    data_parallel_size: int
+    reason: str
+    seconds_ago: float
+
+
+class AutoscaleStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The autoscaler."""
+
+    min: int
+    max: int
+    reason: Annotated[str, Meta(description="Why the number of engines changes, or why it does not.")]
+    last_decision: AutoscaleDecision | None
+    last_error: Annotated[str | None, Meta(description="Why the last decision could not be carried out.")]
+
+
 class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """An operation, and the engines and API servers that run."""
 
@@ -94,6 +110,9 @@ class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str | None
     is_retryable: Annotated[bool, Meta(description="Whether the same request could succeed later.")]
     seconds: Annotated[float | None, Meta(description="Time that the operation has taken.")]
+    autoscale: Annotated[AutoscaleStatus | msgspec.UnsetType, Meta(description="Only with the option `autoscale`.")] = (
+        msgspec.UNSET
+    )
 
 
 class ElasticResponse(ScalingStatus, frozen=True, kw_only=True):

@@ -169,7 +169,15 @@ class Setup:
     """A client with its mailboxes and one engine, and the task that runs it."""
 
     def __init__(
-        self, *, kind="byte_level", seed=None, eos_token_ids=(2,), max_request_restarts=3, ranks=(), **options
+        self,
+        *,
+        kind="byte_level",
+        seed=None,
+        eos_token_ids=(2,),
+        max_request_restarts=3,
+        ranks=(),
+        reports_load=False,
+        **options,
     ):
         self.network = Network()
         self.inbox = MemoryInbox()
@@ -185,7 +193,9 @@ class Setup:
             **options,
         )
         router = Router(rng=random.Random(1), ranks=ranks)
-        self.client = Client(CLIENT, inbox=self.inbox, outbox=self.outbox, builder=builder, router=router)
+        self.client = Client(
+            CLIENT, inbox=self.inbox, outbox=self.outbox, builder=builder, router=router, reports_load=reports_load
+        )
         self.engine = FakeEngine(self)
         self.running = asyncio.create_task(self.client.run())
 

@@ -35,6 +35,7 @@ def test_refused_options_exist():
         ("placement_group", "mine", "placement_group_bundles"),
         ("ray_address", "auto", "ray.init"),
         ("data_parallel_rank", 1, "num_replicas"),
+        ("autoscale", "1:4", "autoscaling_config"),
         ("instance_name", "mine", "`name` in `deployment`"),
     ],
 )
