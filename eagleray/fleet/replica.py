@@ -99,7 +99,7 @@ class Replica:
         match self.state:
             case Starting() | Up() | Leaving():
                 return self.member
-            case Ending(Restart()) | Backoff():
+            case Ending(Restart()) | Backoff() if not self.is_closed:
                 return next_incarnation(self.member)
             case _:
                 return None

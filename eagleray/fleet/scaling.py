@@ -187,6 +187,7 @@ class Scaling:
     def _end(self, operation: ScalingOperation, error: EagleRayError | None) -> None:
         self._finish(operation, error)
         self._current = None
+        self._set_timer()
 
     def _finish(self, operation: ScalingOperation, error: EagleRayError | None) -> None:
         operation.phase, operation.error = "completed" if error is None else "failed", error
@@ -257,6 +258,8 @@ class Scaling:
         return "" if operation.until is None else operation.until.reason()
 
     def _answer(self, caller: Caller, outcome: dict[str, Any] | EagleRayError) -> None:
+        if not self._changes.is_present(caller.client):
+            return
         if isinstance(outcome, EagleRayError):
             returned = ControlReturned(call_id=caller.call_id, failure=Failure.of(outcome))
         else:

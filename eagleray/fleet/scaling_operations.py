@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from eagleray.errors import DeadlineExceeded, EagleRayError, EngineFailed, InvalidRequest
 from eagleray.fleet import timeouts
@@ -23,6 +23,8 @@ from eagleray.identity import ClientId, EngineId, MemberId, replica_key
 from eagleray.messages.scaling import RestartEngines, Scale
 
 Phase = Literal["queued", "preparing", "draining", "committing", "completed", "failed"]
+
+Key = TypeVar("Key", EngineId, ClientId)
 
 # Steps
 
@@ -153,7 +155,13 @@ class FleetChanges:
 
     def on_drained(self, client: ClientId, engine: EngineId) -> None:
         """Handle the report of a client that none of its requests runs on the engine."""
-        self.undrained.get(replica_key(engine), set()).discard(client)
+        replica = self._replicas.get(key := replica_key(engine))
+        if replica is not None and replica.member == engine:
+            self.undrained.get(key, set()).discard(client)
+
+    def is_present(self, client: ClientId) -> bool:
+        """Whether a client is attached and has not left."""
+        return client in self._membership
 
     # Operations.
 
@@ -224,18 +232,20 @@ class FleetChanges:
             replica = self._replicas.get(key)
             if replica is None or replica.expected is None:
                 continue  # it was given up meanwhile
-            former = replica.member
-            yield from self._drain(operation, [key], request.drain_timeout)
-            operation.phase = "committing"
-            if replica.member == former and isinstance(replica.state, Up):  # else its replacement starts already
-                yield RestartReplica(key, "it is restarted on purpose")
+            former = replica.member if isinstance(replica.state, Up) else None
+            if former is not None:  # else its replacement starts already
+                yield from self._drain(operation, [key], request.drain_timeout)
+                operation.phase = "committing"
+                if replica.member == former and isinstance(replica.state, Up):
+                    yield RestartReplica(key, "it is restarted on purpose")
 
-            def has_returned(replica: Replica = replica, former: MemberId = former) -> bool:
+            def has_returned(replica: Replica = replica, former: MemberId | None = former) -> bool:
                 if replica.expected is None:
-                    raise EngineFailed(f"{former.label} was restarted and is given up; the later ones were left alone")
+                    given_up = replica.member.label
+                    raise EngineFailed(f"{given_up} was restarted and is given up; the later ones were left alone")
                 return replica.member != former and self._membership.has_joined(replica.member)
 
-            yield Until(has_returned, partial("the replacement of {} must start".format, former.label))
+            yield Until(has_returned, partial("the replacement of {} must start".format, key.label))
 
     def _drain(self, operation: ScalingOperation, engines: Collection[EngineId], seconds: float) -> Steps:
         """Have engines finish their requests, for at most `seconds`."""
@@ -292,7 +302,13 @@ class FleetChanges:
 
     @property
     def num_api_servers(self) -> int:
-        return sum(isinstance(key, ClientId) for key in self._replicas)
+        return len(self._api_server_indices)
+
+    @property
+    def _api_server_indices(self) -> list[int]:
+        """Indices of the API servers that run or come back."""
+        members = (replica.expected for replica in self._replicas.values())
+        return sorted(member.index for member in members if isinstance(member, ClientId))
 
     def _engine_changes(self, request: Scale) -> tuple[list[EngineId], list[EngineId]]:
         """Return the engines to add and to remove. An engine that was given up is started again rather than another."""
@@ -303,24 +319,22 @@ class FleetChanges:
         if target < 1:
             raise InvalidRequest(f"{target} engines were asked for: at least one must stay", param="num_engines")
         stay = [rank for rank in ranks if rank not in named]
-        added = list(itertools.islice(self._free_ranks(), max(0, target - len(stay))))
-        removed = sorted(named.union(stay[target:]))
-        return [EngineId(self._instance, rank) for rank in added], [EngineId(self._instance, rank) for rank in removed]
+        added = list(itertools.islice(self._free_keys(EngineId), max(0, target - len(stay))))
+        return added, [EngineId(self._instance, rank) for rank in sorted(named.union(stay[target:]))]
 
-    def _free_ranks(self) -> Iterator[int]:
-        """Return the ranks without an engine and those whose engine was given up, but none whose engine still exits."""
-        for rank in itertools.count():
-            replica = self._replicas.get(EngineId(self._instance, rank))
+    def _free_keys(self, kind: Callable[[str, int], Key]) -> Iterator[Key]:
+        """Return the keys without a replica and those whose replica was given up, except while its process exits."""
+        for number in itertools.count():
+            replica = self._replicas.get(key := kind(self._instance, number))
             if replica is None or replica.is_gone:
-                yield rank
+                yield key
 
     def _api_server_changes(self, target: int | None) -> tuple[list[ClientId], list[ClientId]]:
-        indices = sorted(key.index for key in self._replicas if isinstance(key, ClientId))
+        indices = self._api_server_indices
         if target is None:
             return [], []
-        added = [index for index in range(len(indices) + target) if index not in indices]
-        added = added[: max(0, target - len(indices))]
-        return [ClientId(self._instance, i) for i in added], [ClientId(self._instance, i) for i in indices[target:]]
+        added = list(itertools.islice(self._free_keys(ClientId), max(0, target - len(indices))))
+        return added, [ClientId(self._instance, index) for index in indices[target:]]
 
     def check(self, request: Scale | RestartEngines) -> None:
         """Raise `InvalidRequest` for a request that can never be executed."""

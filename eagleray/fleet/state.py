@@ -310,7 +310,7 @@ class FleetState:
         if member not in self._membership:  # it has left, or was never attached
             return False
         replica = self._replicas.of(member)
-        return replica is None or replica.set_up()
+        return replica.set_up() if replica is not None else not self._membership.has_joined(member)
 
     def _on_engine_started(self, started: EngineStarted) -> None:
         """Have an engine join once it has the state and the weights of the instance."""
@@ -424,13 +424,12 @@ class FleetState:
         match step:
             case StartReplica(key):
                 self._replicas.add(key)
+                self._set_ranks()
             case Admit(keys):
                 for key in keys:
                     engine = self._changes.held.pop(key)
                     assert engine is not None
-                    self._set_ranks()
                     self._join(engine, self._infos.pop(engine))
-                self._set_ranks()
             case Drain(key):
                 clients = self._membership.clients
                 self._changes.undrained[key] = set(clients)
@@ -449,7 +448,7 @@ class FleetState:
     def _let_leave(self, replica: Replica, cause: str, *, returns: bool) -> None:
         """Have an engine leave on purpose: its requests move at once, as after an exit."""
         engine, is_known = self._replicas.engine(replica.key), replica.key not in self._changes.held
-        is_member = isinstance(replica.state, Starting | Up)
+        is_member, was_expected = isinstance(replica.state, Starting | Up), replica.expected is not None
         if replica.leave(returns=returns):
             self._turn.send(Stop(0.0), engine)
         left = Left(engine, cause, returns=returns, is_planned=True)
@@ -457,7 +456,7 @@ class FleetState:
         if is_member:
             logger.info("%s leaves: %s", engine.label, cause)
             self._leave(left, is_known=is_known, flushes=True)
-        elif is_known:
+        elif is_known and was_expected:
             self._membership.retire(left)
         self._replicas.drop_if_gone(replica)
 
@@ -468,8 +467,9 @@ class FleetState:
         self._replicas.drop_if_gone(replica)
 
     def _set_ranks(self) -> None:
-        """Have control calls and weights count the engines that are to serve from now on."""
-        self._control.set_ranks(engine.rank for engine in self.engines)
+        """Have control calls and weights count the engines that are to serve, and those that are being added, which
+        execute the same commands."""
+        self._control.set_ranks(key.rank for key in self._replicas.expected() if isinstance(key, EngineId))
 
     # The expert group
 

@@ -86,7 +86,8 @@ class Control:
     def weights_are_changing(self) -> bool:
         """Whether an update is open, or a trainer is connected to a fixed number of workers."""
         transfer = self._instance.transfer
-        return self.state.open_update is not None or (transfer is not None and transfer.is_collective)
+        is_connected = transfer is not None and transfer.is_collective and transfer.broken is None
+        return self.state.open_update is not None or is_connected
 
     @property
     def deadline(self) -> float | None:

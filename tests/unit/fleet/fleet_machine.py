@@ -12,7 +12,7 @@ from eagleray.fleet.replica import Replica, Up
 from eagleray.fleet.state import FleetState
 from eagleray.fleet.turn import Action, Connect, Disconnect, FailInstance, Kill, Send, Serve, Spawn, Stopped, Terminate
 from eagleray.identity import ClientId, EngineId, MemberId, next_incarnation, replica_key
-from eagleray.messages.control import ControlCall, ControlReturned
+from eagleray.messages.control import Command, CommandDone, ControlCall, ControlRequest, ControlReturned
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import Attach, Bound, ClientStarted, EngineStarted, Knows
 from eagleray.messages.membership import EngineInfo, Joined, Left
@@ -43,6 +43,8 @@ class Machine:
         self.is_serving = self.has_stopped = False
         self.error: Exception | None = None
         self._num_calls = 0
+        self._executed: set[int] = set()
+        """Numbers of commands."""
 
     def _shortage(self, num_added: int) -> str | None:
         return self.shortage
@@ -133,6 +135,15 @@ class Machine:
             if signals or not isinstance(self.replica(member).state, Up):
                 self.exit(member, "it ended with exit code 0")
 
+    def execute(self, member: MemberId, **result: Any) -> Command:
+        """Have a member execute the first command that it has not executed."""
+        command = next(
+            it for it in self.received[member] if isinstance(it, Command) and it.number not in self._executed
+        )
+        self._executed.add(command.number)
+        self.handle(CommandDone(member=member, number=command.number, result=result))
+        return command
+
     # Time.
 
     def pass_time(self, seconds: float) -> None:
@@ -170,7 +181,7 @@ class Machine:
 
     def call(
         self,
-        request: FleetRequest,
+        request: ControlRequest | FleetRequest,
         *,
         operation_id: str | None = None,
         timeout: float = 600.0,

@@ -7,6 +7,7 @@ from eagleray.errors import ConfigError
 from eagleray.fleet import timeouts
 from eagleray.fleet.events import StartEngines
 from eagleray.identity import ClientId, EngineId
+from eagleray.messages.control import Command, ControlCall, ControlReturned, InitWeightTransfer, OpenWeightTransfer
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import Stop
 from eagleray.messages.membership import Left
@@ -343,3 +344,111 @@ def test_scale_instance_fails_meanwhile_callers_are_answered():
     it.exit(E[0])
     assert it.error is not None
     assert it.answer(call).kind == "Unavailable"
+
+
+def test_scale_caller_leaves_it_gets_no_answer_and_no_timer_is_left():
+    it = Machine.serving()
+    it.handle(ControlCall(client=A[0], call_id=1, operation_id="a", request=Scale(num_engines=2), timeout=600.0))
+    assert it.state.deadline is not None
+    it.exit(A[0])
+    it.pass_time(0.0)
+    it.bring_up(later(A[0]))
+    it.bring_up(E[1])
+    assert ranks(it) == [0, 1]
+    assert not [message for message in it.received[A[0]] if isinstance(message, ControlReturned)]
+    assert it.state.deadline is None
+
+
+def test_scale_newer_request_waits_for_a_rollback():
+    it = Machine.serving()
+    first = it.call(Scale(num_engines=3))
+    it.call(Scale(num_engines=2), operation_id="second")
+    third = it.call(Scale(num_engines=2), operation_id="third")
+    assert it.answer(it.call(GetScaling()))["waiting_for"] == "engine-1, engine-2 must exit"
+    it.exit_all()
+    assert "replaced by operation second" in it.answer(first).message
+    it.bring_up(later(E[1]))
+    assert it.answer(third)["participating_ranks"] == [0, 1]
+
+
+def test_scale_engine_that_was_given_up_still_runs_another_rank_is_started():
+    it = Machine.serving(data_parallel_size=2, max_engine_restarts=0)
+    it.handle(Ended(E[1], Failure.of(ValueError("there is a bug"))))
+    call = it.call(Scale(num_engines=2))
+    it.bring_up(E[2])
+    assert it.answer(call)["participating_ranks"] == [0, 2]
+
+
+def test_scale_api_server_that_was_given_up_is_started_again():
+    it = Machine.serving(api_server_count=2)
+    it.exit(A[1])
+    for attempt in (1, 2):
+        it.pass_time(1.0)
+        it.handle(Ended(later(A[1], attempt), Failure.of(OSError("the disk is full"))))
+        it.exit(later(A[1], attempt), "it ended with exit code 1")
+    assert it.answer(it.call(GetScaling()))["active_api_server_count"] == 1
+    call = it.call(Scale(num_api_servers=2))
+    it.bring_up(later(A[1], 3))
+    assert it.answer(call)["active_api_server_count"] == 2
+
+
+def test_scale_draining_engine_that_is_given_up_leaves_once():
+    it = Machine.serving(data_parallel_size=2, max_engine_restarts=0)
+    it.forget()
+    call = it.call(Scale(num_engines=1, drain_timeout=30.0))
+    it.exit(E[1])
+    assert it.answer(call)["phase"] == "completed"
+    assert it.events() == ["-engine-1 for ever"]
+
+
+def test_scale_late_report_of_an_earlier_drain_is_ignored():
+    it = Machine.serving()
+    it.call(RestartEngines(drain_timeout=30.0))
+    for client in (OBSERVER, A[0]):
+        it.handle(Drained(client, E[0]))
+    it.exit(E[0], "it ended with exit code 0")
+    it.pass_time(0.0)
+    it.bring_up(later(E[0]))
+    it.forget()
+    it.call(RestartEngines(drain_timeout=30.0))
+    for client in (OBSERVER, A[0]):
+        it.handle(Drained(client, E[0]))
+    assert it.events() == []
+    for client in (OBSERVER, A[0]):
+        it.handle(Drained(client, later(E[0])))
+    assert it.events() == ["-engine-0.1"]
+
+
+def test_restart_engine_that_starts_already_is_awaited():
+    it = Machine.serving()
+    it.exit(E[0])
+    it.pass_time(0.0)
+    call = it.call(RestartEngines(drain_timeout=30.0))
+    it.bring_up(later(E[0]))
+    assert it.answer(call)["phase"] == "completed"
+    assert it.running.keys() == {later(E[0]), A[0]}
+
+
+def test_scale_while_a_transfer_to_any_number_of_engines_is_open_prepares_it_on_added_ones():
+    it = Machine.serving()
+    call = it.call(InitWeightTransfer(init_info={}))
+    it.execute(E[0], is_collective=False)
+    assert it.answer(call)
+    scaled = it.call(Scale(num_engines=2))
+    it.bring_up(E[1])
+    (command,) = [message for message in it.received[E[1]] if isinstance(message, Command)]
+    assert command.body == OpenWeightTransfer(init_info={}, first_rank=1)
+    assert it.answer(scaled)["phase"] == "completed"
+
+
+def test_scale_while_engines_are_added_a_transfer_waits_for_them():
+    it = Machine.serving()
+    it.call(Scale(num_engines=2))
+    call = it.call(InitWeightTransfer(init_info={}))
+    it.bring_up(E[1])
+    assert it.execute(E[0]).body.first_rank == 0
+    assert it.execute(E[1]).body.first_rank == 1
+    assert it.answer(call)
+    assert "trainer is connected" in it.answer(it.call(Scale(num_engines=3))).message
+    it.exit(E[1])
+    assert it.answer(it.call(Scale(num_engines=1)))["phase"] == "completed", "the transfer is broken"
