@@ -129,6 +129,7 @@ def start_engine(
         pooling=pooling,
         hidden_size=model.hidden_size,
         routing=routing,
+        cache_bytes=num_blocks * sum(worker.bytes_per_block for worker in loaded),
         process=ProcessInfo.current(),
         workers=tuple(worker.process for worker in loaded if worker.process is not None),
     )

@@ -53,6 +53,11 @@ class Membership:
         """Whether the member was published and has not left."""
         return member in self._joined
 
+    @property
+    def engine_infos(self) -> list[EngineInfo]:
+        """Properties of the engines that have joined."""
+        return [joined.engine for joined in self._joined.values() if joined.engine is not None]
+
     def expect(self, member: MemberId) -> None:
         """Record that `member` was spawned: its exit is published even if it comes before `attach`."""
         self._expected.add(member)

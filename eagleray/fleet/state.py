@@ -16,6 +16,8 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from eagleray.config.resolve import expert_engines, local_ranks
 from eagleray.config.sections import Config
 from eagleray.errors import EagleRayError, InvalidRequest, Unavailable, WrongState
@@ -153,6 +155,33 @@ class FleetState:
         """Engines that clients know or are to know soon."""
         known = (member for key, member in self._replicas.expected().items() if key not in self._changes.held)
         return {engine for engine in known if isinstance(engine, EngineId)}
+
+    @property
+    def engine_infos(self) -> list[EngineInfo]:
+        """Properties of the engines that have joined."""
+        return self._membership.engine_infos
+
+    @property
+    def engine_config(self) -> Config:
+        """The configuration of an engine that is spawned now. Its `data_parallel_size` covers the ranks of all engines
+        that run or start, which divide the cores and the memory of their host by it."""
+        parallel = self._config.parallel
+        if not self._is_whole_deployment or parallel.enable_expert_parallel:
+            return self._config
+        ranks = [member.rank for member in self._replicas.expected().values() if isinstance(member, EngineId)]
+        parallel = msgspec.structs.replace(
+            parallel,
+            data_parallel_size=max(ranks) + 1,
+            data_parallel_size_local=None,
+            data_parallel_start_rank=None,
+            data_parallel_rank=None,
+        )
+        return msgspec.structs.replace(self._config, parallel=parallel)
+
+    @property
+    def _is_whole_deployment(self) -> bool:
+        """Whether no other program runs engines of the deployment."""
+        return len(local_ranks(self._config)) == self._config.parallel.data_parallel_size
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle an event at the time `now`, in seconds of a monotonic clock. Returns what is to be done, in order."""
@@ -399,13 +428,13 @@ class FleetState:
             )
         if not isinstance(request, Scale) or (request.num_engines is None and not request.remove_ranks):
             return None
-        if self._rendezvous is not None:
+        if self._config.parallel.enable_expert_parallel:
             return InvalidRequest(
                 "engines that share experts (`enable_expert_parallel`) cannot be scaled yet: only their number at the "
                 "start counts",
                 param="num_engines",
             )
-        if len(local_ranks(self._config)) != self._config.parallel.data_parallel_size:
+        if not self._is_whole_deployment:
             return InvalidRequest(
                 "the engines of this deployment are started by several programs (`data_parallel_rank`, "
                 "`data_parallel_start_rank` or `data_parallel_size_local`): start or stop one of the programs instead",

@@ -36,6 +36,7 @@ from eagleray.fleet.events import (
     TimePassed,
 )
 from eagleray.fleet.external_clients import is_external
+from eagleray.fleet.host_room import explain_memory_shortage
 from eagleray.fleet.launcher import Launcher, ProcessLauncher, Spawned
 from eagleray.fleet.state import FleetState
 from eagleray.fleet.turn import (
@@ -96,7 +97,7 @@ class Supervisor:
         self._listener_fd: int | None = None
         self._ray = ray
         self._exit_stack = exit_stack
-        self._state = FleetState(config, instance)
+        self._state = FleetState(config, instance, shortage=self._shortage)
         self._events: deque[Event] = deque()
         """Events that wait for the one that is being handled."""
         self._is_handling = False
@@ -327,12 +328,18 @@ class Supervisor:
         on_exit = partial(self._call_soon, self._on_exit, member)
         if isinstance(member, EngineId):
             runtime_dir = str(self.runtime_dir) if self.host is None else ""  # other hosts do not have it
-            engine = EngineSpec(member, without_api_keys(self._config), runtime_dir, ray=self._ray)
+            engine = EngineSpec(member, without_api_keys(self._state.engine_config), runtime_dir, ray=self._ray)
             return self._engine_launcher.spawn(engine, on_message=self._post, on_exit=on_exit)
         assert self._listener_fd is not None
         config = without_hub_token(self._config)
         server = ApiServerSpec(member, config, str(self.runtime_dir), self._listener_fd, host=self.host)
         return self._api_server_launcher.spawn(server, on_message=self._post, on_exit=on_exit)
+
+    def _shortage(self, num_added: int) -> str | None:
+        """Return why engines that are added find no room; None if they may, or if Ray places them."""
+        if self._config.parallel.data_parallel_backend == "ray":
+            return None
+        return explain_memory_shortage(num_added, self._state.engine_infos, self._config.cache)
 
     def _on_exit(self, member: MemberId, cause: Failure) -> None:
         self._spawned.pop(member, None)

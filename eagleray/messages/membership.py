@@ -71,6 +71,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Number of features of an embedding."""
     routing: RoutingInfo | None = None
     """None if requests cannot ask for routed experts."""
+    cache_bytes: int = 0
+    """Size of the caches of all its workers."""
     process: ProcessInfo | None = None
     workers: tuple[ProcessInfo, ...] = ()
     """Processes of the workers, in order of rank; several workers may be threads of one."""

@@ -16,8 +16,9 @@ from eagleray.errors import ConfigError, EagleRayError
 from eagleray.kernels.choose import Gpu, triton_lack
 from eagleray.kernels.cpu.build.library import native_library
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable, mapped_runtimes
+from eagleray.process.host_memory import host_free_bytes
 from eagleray.worker.device import cpu_quota
-from eagleray.worker.memory import host_free_bytes, total_bytes
+from eagleray.worker.memory import total_bytes
 
 
 def describe_devices() -> dict[str, Any]:

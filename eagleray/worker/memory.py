@@ -7,13 +7,13 @@ host nothing has run: `Model.step_bytes` estimates the memory of steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
 from eagleray.errors import ConfigError
 from eagleray.log import get_logger
+from eagleray.process.host_memory import host_total_bytes
 from eagleray.worker.timeouts import MEMORY_POLL_SECONDS, MEMORY_SETTLE_SECONDS, MEMORY_TIMEOUT_SECONDS
 
 logger = get_logger(__name__)
@@ -140,30 +140,4 @@ def total_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         total: int = torch.cuda.mem_get_info(device)[1]
         return total
-    return min([_meminfo("MemTotal") + _meminfo("SwapTotal"), *(limit for limit, _ in _cgroup_limits())])
-
-
-def host_free_bytes() -> int:
-    """Return the bytes that this process could still take, in the smaller of host and cgroup."""
-    return max(0, min([_meminfo("MemAvailable"), *(limit - used for limit, used in _cgroup_limits())]))
-
-
-def _meminfo(name: str) -> int:
-    """Return an entry of /proc/meminfo, which describes the whole host, in bytes."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def _cgroup_limits() -> Iterator[tuple[int, int]]:
-    """Yield the bytes that the container may use and does use, by cgroups of version 2 and 1, where there is a
-    limit."""
-    for limit_file, used_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = Path(limit_file).read_text().strip(), Path(used_file).read_text().strip()
-        except OSError:
-            continue
-        if limit != "max":
-            yield int(limit), int(used)
+    return host_total_bytes()

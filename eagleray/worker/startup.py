@@ -37,6 +37,7 @@ from eagleray.models.moe.layout import ExpertOptions
 from eagleray.models.registry import load_model
 from eagleray.parallel.groups import Groups, OpenedGroups, listen_address
 from eagleray.parallel.mesh import EnginePosition, Mesh
+from eagleray.process.host_memory import host_free_bytes
 from eagleray.worker.device import choose_device, set_threads
 from eagleray.worker.extension import Extension
 from eagleray.worker.grammar_rows import GrammarRows
@@ -48,7 +49,6 @@ from eagleray.worker.memory import (
     GRAPH_BYTES,
     gpu_cache_bytes,
     host_cache_bytes,
-    host_free_bytes,
     out_of_memory,
     total_bytes,
     wait_for_memory,

@@ -61,13 +61,14 @@ from eagleray.messages.weight_transfer import PollTransfer, TransferCall, Transf
 from eagleray.messages.workers import EngineOpened, GroupOpened, Topology
 from eagleray.parallel.mesh import Mesh
 from eagleray.process.gc_freeze import freeze_gc
+from eagleray.process.host_memory import host_free_bytes
 from eagleray.transport.message_queue_peer import MessageQueuePeer
 from eagleray.worker.adapters import write_adapter
 from eagleray.worker.downloads import downloads_of
 from eagleray.worker.grammars import COMPILE_TIMEOUT_SECONDS, WorkerGrammars
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.logprobs import ScoreKind
-from eagleray.worker.memory import check_cache_fits, host_free_bytes, total_bytes
+from eagleray.worker.memory import check_cache_fits, total_bytes
 from eagleray.worker.pooler import Pooler
 from eagleray.worker.prefault import CachePrefaulter, prefault_chunks
 from eagleray.worker.runner import Runner, UnfinishedStep

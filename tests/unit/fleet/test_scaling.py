@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from fleet_machine import OBSERVER, Machine, later
 
+from eagleray.config.resolve import engine_index, engines_on_host, first_device, local_ranks
 from eagleray.errors import ConfigError
 from eagleray.fleet import timeouts
 from eagleray.fleet.events import StartEngines
@@ -314,6 +315,23 @@ def test_scale_impossible_request_is_refused_and_changes_nothing(request_, messa
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(failure.message)
     assert len(it.spawned) == 3
+
+
+def test_scale_engines_are_configured_for_the_ranks_of_now():
+    def sizes(it, rank):
+        config = it.state.engine_config
+        assert len(local_ranks(config)) == config.parallel.data_parallel_size
+        return engines_on_host(config), engine_index(config, rank), first_device(config, rank)
+
+    it = Machine.serving(data_parallel_size=2, data_parallel_size_local=2, tensor_parallel_size=2)
+    assert sizes(it, 1) == (2, 1, 2)
+    call = it.call(Scale(num_engines=4))
+    assert sizes(it, 3) == (4, 3, 6)
+    for engine in E[2:4]:
+        it.bring_up(engine)
+    it.answer(call)
+    it.call(Scale(remove_ranks=(1, 3)))
+    assert sizes(it, 2) == (3, 2, 4)  # the cores of rank 1 are free for it to come back
 
 
 def test_scale_without_room_is_refused_with_the_shortage():

@@ -1,0 +1,47 @@
+"""Whether engines that are processes find room on this host beside those that run.
+
+An estimate that refuses only what cannot be: a further engine takes what the smallest one that runs has taken, where
+the size of its cache follows the free memory without its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from eagleray.config.sections import CacheConfig
+from eagleray.messages.membership import EngineInfo
+from eagleray.process.host_memory import host_free_bytes, own_bytes
+
+
+def explain_memory_shortage(
+    num_added: int,
+    infos: Collection[EngineInfo],
+    cache: CacheConfig,
+    *,
+    read_free: Callable[[], int] = host_free_bytes,
+    read_own: Callable[[Iterable[int]], int] = own_bytes,
+) -> str | None:
+    """Return why `num_added` engines more do not fit into the free memory of this host, or None if they may fit.
+
+    `infos`: properties of the engines that run. `read_own` returns the bytes that processes have for themselves.
+    """
+    has_fixed_cache = cache.num_kv_blocks is not None or cache.kv_cache_memory is not None
+    sizes = []
+    for info in infos:
+        processes = [process for process in (info.process, *info.workers) if process is not None]
+        size = read_own(process.pid for process in processes)
+        sizes.append(size if has_fixed_cache else size - info.cache_bytes)
+    needed, free = num_added * max(0, min(sizes, default=0)), read_free()
+    if needed <= free:
+        return None
+    engines = "1 engine" if num_added == 1 else f"{num_added} engines"
+    part = "" if has_fixed_cache else " without caches"
+    return (
+        f"{engines} more would take about {_gib(needed)} of memory{part}, judged by those that run, but "
+        f"{_gib(free)} are free on this host: ask for fewer engines, free memory"
+        f"{', or lower `kv_cache_memory` or `num_kv_blocks` in a new start' if has_fixed_cache else ''}"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"
