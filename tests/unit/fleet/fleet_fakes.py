@@ -12,12 +12,11 @@ from typing import Any
 import msgspec
 
 from eagleray.config.build import build_config
-from eagleray.errors import ProcessCrashed
 from eagleray.fleet.replica import Up
 from eagleray.fleet.supervisor import Supervisor
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, MemberId
 from eagleray.messages.codec import Codec
-from eagleray.messages.failure import Ended, Failure
+from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import ApiServerSpec, Attach, Bound, ClientStarted, EngineSpec, EngineStarted, Knows
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX, ENGINE_OUTBOX, SUPERVISOR_OUTBOX
@@ -62,14 +61,10 @@ class FakeProcess:
     def kill(self):
         self.signals.append("kill")
 
-    def fail(self, cause: Failure):
-        """Report an exception, as a process does before it exits."""
-        self.report(Ended(self.id, cause))
-
-    def end(self, reason: str = KILLED):
+    def end(self):
         assert not self.has_ended
         self.has_ended = True
-        self._on_exit(Failure.of(ProcessCrashed(reason)) if "SIGSEGV" in reason else Failure.noticed(reason))
+        self._on_exit(Failure.noticed(KILLED))
 
 
 class FakeLauncher:
@@ -121,10 +116,7 @@ class FakeMember:
         self.outbox = Outbox(Codec(ENGINE_OUTBOX | CLIENT_OUTBOX).encode)
         self.outbox.connect(SUPERVISOR, fleet.address)
         self.attach: Attach | None = None
-        self.history: list[Joined | Left] = []
-        """The one of `Attach`, with times. In messages that are received, all times are 0."""
         self.heartbeats: HeartbeatSender | None = None
-        self.sends_knows = True
         self._received: asyncio.Queue[Any] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read())
         fleet.ends.callback(self.close)
@@ -153,13 +145,11 @@ class FakeMember:
         while True:
             message = await self.inbox.receive()
             if isinstance(message, Attach):
-                self.history = message.history
                 self.attach = message = untimed(message)
             elif isinstance(message, Joined | Left):
                 message = msgspec.structs.replace(message, time=0.0)
-            if self.sends_knows:
-                for one in message.members if isinstance(message, Attach) else [message]:
-                    self._send_knows(one)
+            for one in message.members if isinstance(message, Attach) else [message]:
+                self._send_knows(one)
             self._received.put_nowait(message)
 
     def _send_knows(self, message):

@@ -91,9 +91,9 @@ class Machine:
         return machine
 
     def boot(self) -> None:
-        self.adopt()
         self.handle(StartEngines(tuple(range(self.config.parallel.data_parallel_size))))
         self.handle(StartApiServers(tuple(range(self.config.serving.api_server_count))))
+        self.adopt()
         for member in list(self.running):
             self.bring_up(member)
         assert self.is_serving

@@ -151,10 +151,9 @@ class World(Machine):
 
     # What processes and clients do.
 
-    def boot(self) -> None:
-        super().boot()
-        self.bound.update(self.running)
-        self.started.update(self.attached)
+    def bring_up(self, member: MemberId) -> None:
+        super().bring_up(member)
+        self.confirm()
 
     def adopt(self) -> None:
         self.handle(Adopt(OBSERVER, "of observer"))

@@ -72,9 +72,9 @@ class FleetMachine(RuleBasedStateMachine):
         if is_serving:
             self.world.boot()
             return
-        self.world.adopt()
         self.world.handle(StartEngines(tuple(range(engines))))
         self.world.handle(StartApiServers(tuple(range(servers))))
+        self.world.adopt()
 
     # Processes.
 
@@ -279,5 +279,6 @@ def test_fleet_random_events_members_agree_and_everything_ends():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_fleet_many_random_events_members_agree_and_everything_ends():
     run(5000, derandomize=False)
