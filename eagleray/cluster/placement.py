@@ -161,9 +161,15 @@ class UserGroup:
         return EnginePlacement(self._group_id, size, self._part_of(bundles, size, engine.rank), ExitStack())
 
     def _part_of(self, bundles: Sequence[Bundle], size: EngineSize, rank: int) -> list[Bundle]:
+        ranks = local_ranks(self._config)
+        if rank not in ranks:
+            raise ClusterError(
+                f"engine {rank} finds no bundle in placement group {self._group_id}: they were divided among the "
+                f"{len(ranks)} engines of the start; start the instance with a larger `data_parallel_size`, or without "
+                "a placement group"
+            )
         if self._config.ray.bundle_indices:
             return _chooser(self._config, size, "")([replace(bundle, free=bundle.total) for bundle in bundles])
-        ranks = local_ranks(self._config)
         unheld = [
             replace(bundle, total=subtract_held(bundle.total, self._held.get(bundle.index, {}))) for bundle in bundles
         ]
@@ -294,10 +300,12 @@ class DedicatedGroups:
         tensor, pipeline = self._config.parallel.tensor_parallel_size, self._config.parallel.pipeline_parallel_size
         if self._are_for_workers:
             return explain_shortage(nodes, size, tensor=tensor, pipeline=pipeline)
+        with self._lock:
+            ranks = {engine.rank for engine in self._reservations} | self._expected.keys()
         return explain_engine_shortage(
             nodes,
             size,
-            num_engines=len(local_ranks(self._config)),
+            num_engines=max(len(local_ranks(self._config)), len(ranks)),  # engines may have been added
             policy=self._config.ray.ray_engine_placement,
             tensor=tensor,
             pipeline=pipeline,

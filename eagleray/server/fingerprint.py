@@ -8,12 +8,16 @@ from eagleray.config.sections import Config
 
 
 def system_fingerprint(config: Config, version: str) -> str:
-    """Return the name of this version with this model, number format and parallelism."""
+    """Return the name of this version with this model, number format and parallelism.
+
+    The number of engines counts where they share experts. Elsewhere answers do not depend on it, and scaling changes
+    it.
+    """
     model, parallel = config.model, config.parallel
     sizes = {
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
-        "dp": parallel.data_parallel_size,
+        "dp": parallel.data_parallel_size if parallel.enable_expert_parallel else 1,
     }
     names = [f"{name}{size}" for name, size in sizes.items() if size > 1]
     if parallel.enable_expert_parallel:
