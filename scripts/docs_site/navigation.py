@@ -48,6 +48,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/architecture.md",
         "docs/liveness.md",
         "docs/fleet.md",
+        "docs/scaling.md",
         "docs/executors.md",
         "docs/expert_parallel.md",
         "docs/wire.md",

@@ -21,7 +21,7 @@ SECONDS = 120.0
 WRAPPER = """#!/bin/sh
 case "$1 $2" in
 chat\\ * | complete\\ *) command=$1; shift; set -- "$command" --url {url}/v1 "$@" ;;
-top\\ *) shift; set -- top --url {url} "$@" ;;
+top\\ * | scale\\ * | restart\\ *) command=$1; shift; set -- "$command" --url {url} "$@" ;;
 bench\\ serve) shift 2; set -- bench serve --base-url {url} "$@" ;;
 esac
 exec {python} -m eagleray.cli.main "$@"
