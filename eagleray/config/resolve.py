@@ -140,8 +140,8 @@ def autoscale_limits(config: Config) -> tuple[int, int] | None:
 
 def max_engines(config: Config) -> int:
     """Return the largest number of engines that this program may start by itself."""
-    limits = autoscale_limits(config)
-    return len(local_ranks(config)) if limits is None else limits[1]
+    limits, num_ranks = autoscale_limits(config), len(local_ranks(config))
+    return num_ranks if limits is None else max(num_ranks, limits[1])
 
 
 def engines_on_host(config: Config) -> int:
@@ -243,7 +243,7 @@ def check_fleet(config: Config) -> None:
         raise ConfigError(
             "option `ray_nodes` is for what Ray places: take data_parallel_backend ray, or executor ray or ray-graph"
         )
-    if (num_engines := max(len(ranks), max_engines(config))) > 1:
+    if (num_engines := max_engines(config)) > 1:
         _check_shared_bundles(config, num_engines=num_engines)
     _check_autoscale(config)
     if config.serving.routed_experts_by_default and not config.model.enable_return_routed_experts:
