@@ -233,7 +233,7 @@ def check_instance_name(config: Config) -> None:
 
 def check_fleet(config: Config) -> None:
     """Raise `ConfigError` for options of engines and API servers that contradict each other."""
-    ranks, ray, backend = local_ranks(config), config.ray, config.parallel.data_parallel_backend
+    num_engines, ray, backend = max_engines(config), config.ray, config.parallel.data_parallel_backend
     if backend == "processes" and "ray_engine_placement" in _ray_options(ray):
         raise ConfigError(
             f"option `ray_engine_placement`: {ray.ray_engine_placement} is for engines that are Ray actors, but "
@@ -243,7 +243,7 @@ def check_fleet(config: Config) -> None:
         raise ConfigError(
             "option `ray_nodes` is for what Ray places: take data_parallel_backend ray, or executor ray or ray-graph"
         )
-    if (num_engines := max_engines(config)) > 1:
+    if num_engines > 1:
         _check_shared_bundles(config, num_engines=num_engines)
     _check_autoscale(config)
     if config.serving.routed_experts_by_default and not config.model.enable_return_routed_experts:
