@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -128,6 +128,10 @@ class FleetState:
         """Clients in the supervisor's process."""
         self._known: set[tuple[ClientId, EngineId]] = set()
         """Pairs of a client and an engine of which it has received `Joined`; empty once the instance serves."""
+        self._pairs: Iterator[tuple[ClientId, EngineId]] = iter(())
+        """Pairs that `_known` must have before the instance serves, from the one after `_awaited_pair`."""
+        self._awaited_pair: tuple[ClientId, EngineId] | None = None
+        """The first pair that is missing in `_known`; None while a member has not started."""
         self._external_clients = ExternalClients(instance, self._turn, self._membership)
         self._rendezvous = ExpertRendezvous(local_ranks(config)) if expert_engines(config) > 1 else None
         """None if engines do not share experts."""
@@ -233,7 +237,8 @@ class FleetState:
             case Knows(client, engine):
                 if not self.is_serving:
                     self._known.add((client, engine))
-                    self._check_serving()
+                    if self._awaited_pair == (client, engine):
+                        self._await_next_pair()
             case Register():
                 if not self._is_closed:
                     self._external_clients.register(event)
@@ -359,12 +364,21 @@ class FleetState:
         self._check_serving()
 
     def _check_serving(self) -> None:
+        """Begin to serve when every member has started and the clients know the engines."""
+        self._awaited_pair = None
         if self.is_serving or not self._replicas.are_settled:
             return
         members = self._replicas.expected().values()
         engines = [member for member in members if isinstance(member, EngineId)]
         clients = [member for member in members if isinstance(member, ClientId)]
-        if self._known.issuperset(itertools.product([*clients, *self._adopted], engines)):
+        self._pairs = itertools.product([*clients, *self._adopted], engines)
+        self._await_next_pair()
+
+    def _await_next_pair(self) -> None:
+        """Serve unless a client still has to report that it knows an engine. Each pair is looked at once, because there
+        are as many reports as pairs."""
+        self._awaited_pair = next((pair for pair in self._pairs if pair not in self._known), None)
+        if self._awaited_pair is None:
             self.is_serving = self._replicas.instance_has_served = True
             self._known.clear()
             self._turn.act(Serve())

@@ -74,6 +74,8 @@ class Control:
         """Time at which the open update is aborted unless the trainer calls; None without an open update."""
         self._current: ControlOperation | None = None
         self._queue: list[ControlOperation] = []
+        self.deadline: float | None = None
+        """Time of the next `pass_time`; None if no deadline is pending."""
         self._last_outcome: tuple[bytes, Answer] | None = None
         """Key and answer of the last operation, if it succeeded, for a caller that repeats it. It is forgotten when
         another one begins, because a program may give all its calls the same id."""
@@ -88,18 +90,6 @@ class Control:
         transfer = self._instance.transfer
         is_connected = transfer is not None and transfer.is_collective and transfer.broken is None
         return self.state.open_update is not None or is_connected
-
-    @property
-    def deadline(self) -> float | None:
-        """Time of the next `pass_time`; None if no deadline is pending."""
-        times = [caller.deadline for operation in self._operations for caller in operation.callers]
-        times += [operation.deadline for operation in self._operations]
-        times += [record.due for record in self._instance.engines.values() if record.due is not None]
-        if self._trainer_due is not None and self._current is None:
-            times.append(self._trainer_due)
-        if (retry_at := self._sources.deadline) is not None:
-            times.append(retry_at)
-        return min(times, default=None)
 
     # Events.
 
@@ -153,6 +143,7 @@ class Control:
         """Handle a reply. Even a reply that no operation awaits reports the update that the engine has."""
         self._instance.now = now
         record = self._instance.engines.get(done.member) if isinstance(done.member, EngineId) else None
+        former_update = None if record is None else record.update
         command = record.unanswered.pop(done.number, None) if record is not None else None
         if record is not None and isinstance(command, SetState) and done.failure is None:
             record.update = done.result.get("update", record.update)
@@ -169,6 +160,9 @@ class Control:
                     current.awaited.clear()
         if record is not None and command is not None and done.failure is not None:
             self._on_failure(record, command, done.failure, is_awaited=is_awaited)
+        is_one_of_many = is_awaited and current is not None and bool(current.awaited) and done.failure is None
+        if is_one_of_many and (record is None or (record.has_joined and record.update == former_update)):
+            return []  # so that the replies of all engines to one call take linear time
         return self._effects()
 
     def attach(self, member: MemberId, now: float) -> InstanceState:
@@ -433,8 +427,19 @@ class Control:
         instance.review_weights()
         self._sources.review()
         instance.review()
+        self.deadline = self._next_deadline()
         effects, instance.effects = instance.effects, []
         return effects
+
+    def _next_deadline(self) -> float | None:
+        times = [caller.deadline for operation in self._operations for caller in operation.callers]
+        times += [operation.deadline for operation in self._operations]
+        times += [record.due for record in self._instance.engines.values() if record.due is not None]
+        if self._trainer_due is not None and self._current is None:
+            times.append(self._trainer_due)
+        if (retry_at := self._sources.deadline) is not None:
+            times.append(retry_at)
+        return min(times, default=None)
 
 
 def _failure_of(error: Exception) -> Failure:

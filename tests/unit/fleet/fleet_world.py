@@ -59,8 +59,8 @@ class World(Machine):
         self.confirmed: set[tuple[MemberId, MemberId]] = set()
         self.messages: list[Event] = []
         """Messages that may arrive again."""
-        self.last_scale: tuple[int, Scale] | None = None
-        """The newest accepted request to scale, with the number of its call."""
+        self.last_scale: tuple[str, Scale] | None = None
+        """The newest accepted request to scale, with the id of its operation."""
         self.is_closed = False
         self._event: Event | None = None
 
@@ -204,20 +204,23 @@ class World(Machine):
         result = {"update": 0, "is_collective": False, "success": True}
         self.handle(CommandDone(member=member, number=command.number, result=result, failure=failure))
 
+    @property
+    def operation_ids(self) -> set[str]:
+        """Ids of the scaling operations that were accepted."""
+        scaling = self.state._scaling
+        return {*scaling._past, *(operation.operation_id for operation in scaling._operations)}
+
     def send_call(self, client: ClientId, request: Any, operation_id: str | None, timeout: float) -> int:
         self._num_calls += 1
         number = self._num_calls
         operation_id = operation_id or f"op-{number}"
         self.calls[client, number] = self.now + timeout
-        scaling = self.state._scaling
-        is_new = operation_id not in scaling._past and all(
-            operation.operation_id != operation_id for operation in scaling._operations
-        )
+        former = self.operation_ids
         self.handle(
             ControlCall(client=client, call_id=number, operation_id=operation_id, request=request, timeout=timeout)
         )
-        if isinstance(request, Scale) and is_new and (number not in self.answers or not self.answers[number].failure):
-            self.last_scale = number, request
+        if isinstance(request, Scale) and operation_id in self.operation_ids - former:
+            self.last_scale = operation_id, request
         return number
 
     def pass_time(self, seconds: float) -> None:

@@ -236,8 +236,8 @@ class FleetMachine(RuleBasedStateMachine):
         world = self.world
         world.check_settled()
         if world.last_scale is not None:
-            number, request = world.last_scale
-            is_completed = number in world.answers and world.answers[number].failure is None
+            operation_id, request = world.last_scale
+            is_completed = world.state._scaling._past[operation_id].phase == "completed"
             if is_completed and request.num_engines is not None and not world.has_given_up:
                 assert len(world.up_ranks()) == request.num_engines
         world.shortage = None
