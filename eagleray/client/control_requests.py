@@ -21,6 +21,9 @@ from eagleray.messages.control import (
 from eagleray.messages.plain import pack
 from eagleray.messages.scaling import RestartEngines, Scale
 
+MAX_COUNT = 1024
+"""Largest number of engines or API servers to scale to. A slip of the finger must not fill a host with processes."""
+
 TAGS: tuple[SleepTag, ...] = get_args(SleepTag)
 TAGS_OF_LEVEL: dict[int, tuple[SleepTag, ...]] = {
     0: ("scheduling",),
@@ -146,8 +149,10 @@ def naming_scaling_fields(data_parallel_size: str = "data_parallel_size") -> Ite
 
 
 def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidRequest(f"`{name}` must be a whole number of at least 1, but it is {value!r}", param=name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+        raise InvalidRequest(
+            f"`{name}` must be a whole number between 1 and {MAX_COUNT}, but it is {value!r}", param=name
+        )
     return value
 
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from eagleray.client.control_requests import naming_scaling_fields, restart_request, scale_request
+from eagleray.client.control_requests import MAX_COUNT, naming_scaling_fields, restart_request, scale_request
 from eagleray.messages.scaling import GetScaling, RestartEngines, Scale
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.http_responses import json_response, unless_disconnected
@@ -30,7 +30,7 @@ ACCEPTED = 202
 POST_ERRORS = (400, 404, 409, 413, 500, 503, 504)
 GET_ERRORS = (400, 404, 503, 504)
 
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 OperationId = Annotated[str, Meta(min_length=1, max_length=128)]
 Rank = Annotated[int, Meta(ge=0)]
 DrainTimeout = Annotated[

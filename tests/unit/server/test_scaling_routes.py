@@ -155,6 +155,7 @@ def test_is_scaling_is_true_until_the_operation_ends(api, supervisor, changes, e
         ("/scale", None, None),
         ("/scale", {"wait": True}, None),
         ("/scale", {"data_parallel_size": 0}, "data_parallel_size"),
+        ("/scale", {"data_parallel_size": 100_000}, "data_parallel_size"),
         ("/scale", {"data_parallel_size": True}, "data_parallel_size"),
         ("/scale", {"data_parallel_size": 1.5}, "data_parallel_size"),
         ("/scale", {"api_server_count": 0}, "api_server_count"),
