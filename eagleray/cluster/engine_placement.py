@@ -26,6 +26,7 @@ from eagleray.cluster.nodes import Node
 from eagleray.config.resolve import executor_name
 from eagleray.config.sections import Config
 from eagleray.errors import ClusterError
+from eagleray.identity import EngineId
 
 Policy = Literal["pack", "spread", "strict-spread"]
 
@@ -99,6 +100,33 @@ def place_engines(
     if policy == "spread" and len(placed) < len(wanted):  # spreading must not cost an engine
         placed = max(placed, _place(order, size, wanted, taken, "pack", first), key=len)
     return placed
+
+
+def has_room_elsewhere(
+    engine: EngineId,
+    nodes: Sequence[Node],
+    reservations: Mapping[EngineId, EngineReservation],
+    size: EngineSize,
+    *,
+    policy: Policy,
+) -> bool:
+    """Whether `nodes` have room for an engine that runs, once it has left. `nodes`: those that stay."""
+    others = [reservation for other, reservation in reservations.items() if other != engine]
+    left = Counter(reservations[engine].nodes)
+    free = [
+        replace(
+            node,
+            free={
+                **node.free,
+                **{
+                    name: node.free.get(name, 0.0) + left[node.node_id] * amount for name, amount in size.bundle.items()
+                },
+            },
+        )
+        for node in subtract_reservations(nodes, others, size.bundle)
+    ]
+    running = [reservation.nodes for reservation in others]
+    return bool(place_engines(free, size, ranks=[engine.rank], running=running, policy=policy))
 
 
 def divide_bundles(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,11 +32,18 @@ class Node:
     """Node type as which an autoscaler or KubeRay started the node."""
     death: str = ""
     """Reason of its death, if Ray gives one."""
+    drain_deadline: float | None = None
+    """Unix time at which a node that drains goes, infinite if that is not known; None if it does not drain."""
 
     @property
     def label(self) -> str:
         """Name of the node in messages."""
         return f"{self.ip} ({self.node_id[:MIN_PREFIX]})"
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the node is to go, so that Ray starts nothing on it."""
+        return self.is_alive and self.drain_deadline is not None
 
     def is_named(self, name: str) -> bool:
         """Whether `name` is the node's id, a prefix of that, its host name or its address."""
@@ -43,8 +51,9 @@ class Node:
         return by_id or name in (self.node_id, self.ip) or (name != "" and name == self.hostname)
 
 
-def select_nodes(nodes: Sequence[Node], names: Sequence[str]) -> list[Node]:
-    """Return the nodes that `names` name, or all without names. Raises `ClusterError` for a name of no node."""
+def select_nodes(nodes: Sequence[Node], names: Sequence[str], *, with_draining: bool = False) -> list[Node]:
+    """Return the nodes that `names` name, or all without names; nodes that drain only `with_draining`. Raises
+    `ClusterError` for a name of no node."""
     for name in names:
         if not any(node.is_named(name) for node in nodes):
             known = ", ".join(f"{node.label} {node.hostname}".rstrip() for node in nodes if node.is_alive)
@@ -52,16 +61,21 @@ def select_nodes(nodes: Sequence[Node], names: Sequence[str]) -> list[Node]:
                 f"option `ray_nodes`: no node is {name!r}; give addresses, host names, or ids (8 digits or more) of "
                 f"these: {known or 'none is alive'}"
             )
-    return [node for node in nodes if not names or any(node.is_named(name) for name in names)]
+    return [
+        node
+        for node in nodes
+        if (with_draining or not node.is_draining) and (not names or any(node.is_named(name) for name in names))
+    ]
 
 
 def list_nodes() -> list[Node]:
     """Return every node that has been in the cluster, in order of node id."""
     import ray
-    from ray._private.state import available_resources_per_node
+    from ray._private.state import available_resources_per_node, state
 
     infos = ray.nodes()  # type: ignore[no-untyped-call]
     free = available_resources_per_node()  # type: ignore[no-untyped-call]
+    draining = {node_id: millis / 1000 or math.inf for node_id, millis in state.get_draining_nodes().items()}
     return [
         Node(
             node_id=info["NodeID"],
@@ -72,6 +86,7 @@ def list_nodes() -> list[Node]:
             free=free.get(info["NodeID"], {}),
             group=info.get("Labels", {}).get("ray.io/node-group", ""),
             death=info.get("DeathReasonMessage", ""),
+            drain_deadline=draining.get(info["NodeID"]),
         )
         for info in sorted(infos, key=lambda info: str(info["NodeID"]))
     ]

@@ -6,6 +6,7 @@ An engine that runs already places its workers by `place_workers`.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from eagleray.cluster.engine_placement import (
     EngineSize,
     divide_bundles,
     engine_size,
+    has_room_elsewhere,
     place_engines,
     subtract_reservations,
 )
@@ -55,6 +57,17 @@ class EnginePlacement:
     def close(self) -> None:
         """Remove the placement group if it is the engine's own; one of the user stays. Idempotent."""
         self._exit_stack.close()
+
+
+@dataclass(frozen=True)
+class DrainingEngine:
+    """An engine with bundles on a node that drains."""
+
+    engine: EngineId
+    node: Node
+    """The first of its nodes to go."""
+    has_room: bool
+    """Whether the other nodes have room for the engine."""
 
 
 def place_workers(engine: EngineId, config: Config, *, engine_node: str, context: RayContext | None) -> EnginePlacement:
@@ -135,7 +148,7 @@ def _wait_for_bundles(group_id: str, config: Config, deadline: Deadline, *, chos
         if chosen and not are_alive:
             raise ClusterLost(f"placement group {group_id} has lost a bundle with its node")
         if bundles and are_alive:
-            usable = {node.node_id for node in select_nodes(nodes, config.ray.ray_nodes)}
+            usable = {node.node_id for node in select_nodes(nodes, config.ray.ray_nodes, with_draining=True)}
             return [bundle for bundle in bundles if bundle.node_id in usable]
         deadline.poll(lambda: f"placement group {group_id} is not ready ({placement_groups.pending_reason(group_id)})")
 
@@ -151,24 +164,37 @@ class UserGroup:
         self._group_id = group_id
         self._preferred_node = preferred_node
         self._held = {} if caller is None else caller.held
+        self._num_engines = len(local_ranks(config))
 
-    def expect(self, engine: EngineId) -> None:
-        """Do nothing: the bundles exist already."""
+    def expect(self, engine: EngineId, num_engines: int | None = None) -> None:
+        """Announce that `find` is about to be called for `engine`, one of `num_engines`; None: of those configured."""
+        self._num_engines = len(local_ranks(self._config)) if num_engines is None else num_engines
+
+    def draining_engines(self, nodes: Sequence[Node]) -> list[DrainingEngine]:
+        """Return no engine: Ray moves the bundles of a group itself, when their node has gone."""
+        return []
 
     def find(self, engine: EngineId, deadline: Deadline) -> EnginePlacement:
-        bundles = _wait_for_bundles(self._group_id, self._config, deadline)
-        size = engine_size(self._config, [bundle.total for bundle in bundles])
-        return EnginePlacement(self._group_id, size, self._part_of(bundles, size, engine.rank), ExitStack())
+        """Wait until the engine's bundles are on nodes that stay. Raises `ClusterError` if the group is too small."""
+        while True:
+            bundles = _wait_for_bundles(self._group_id, self._config, deadline)
+            size = engine_size(self._config, [bundle.total for bundle in bundles])
+            part = self._part_of(bundles, size, engine.rank)
+            of_part = {bundle.node_id for bundle in part}
+            draining = [node for node in list_nodes() if node.is_draining and node.node_id in of_part]
+            if not draining:
+                return EnginePlacement(self._group_id, size, part, ExitStack())
+            deadline.poll(partial("bundles of the engine are on node {}, which drains".format, draining[0].label))
 
     def _part_of(self, bundles: Sequence[Bundle], size: EngineSize, rank: int) -> list[Bundle]:
-        ranks = local_ranks(self._config)
-        if rank not in ranks:
-            raise ClusterError(
-                f"engine {rank} finds no bundle in placement group {self._group_id}: they were divided among the "
-                f"{len(ranks)} engines of the start; start the instance with a larger `data_parallel_size`, or without "
-                "a placement group"
-            )
+        """Return the bundles of a rank: the same whatever other engines there are."""
+        position = rank - local_ranks(self._config)[0]
         if self._config.ray.bundle_indices:
+            if position > 0:
+                raise ClusterError(
+                    "option `bundle_indices` names the bundles of one engine, so there are none for another one: start "
+                    "the instance without it to scale within the placement group"
+                )
             return _chooser(self._config, size, "")([replace(bundle, free=bundle.total) for bundle in bundles])
         unheld = [
             replace(bundle, total=subtract_held(bundle.total, self._held.get(bundle.index, {}))) for bundle in bundles
@@ -177,12 +203,12 @@ class UserGroup:
             unheld,
             worker=size.bundle,
             world_size=size.num_bundles,
-            num_engines=len(ranks),
+            num_engines=max(self._num_engines, position + 1),
             tp_size=size.tp_size,
             preferred_node=self._preferred_node,
         )
         by_index = {bundle.index: bundle for bundle in bundles}
-        return [by_index[index] for index in parts[ranks.index(rank)]]
+        return [by_index[index] for index in parts[position]]
 
 
 class DedicatedGroups:
@@ -198,11 +224,35 @@ class DedicatedGroups:
         self._reservations: dict[EngineId, EngineReservation] = {}
         self._placed: set[int] = set()
         """Ranks that the cluster had room for: if it has none later, it has lost a node."""
+        self._num_engines = len(local_ranks(config))
 
-    def expect(self, engine: EngineId) -> None:
-        """Announce that `find` is about to be called for `engine`."""
+    def expect(self, engine: EngineId, num_engines: int | None = None) -> None:
+        """Announce that `find` is about to be called for `engine`, one of `num_engines`; None: of those configured."""
         with self._lock:
             self._expected[engine.rank] = engine
+            self._num_engines = len(local_ranks(self._config)) if num_engines is None else num_engines
+
+    def draining_engines(self, nodes: Sequence[Node]) -> list[DrainingEngine]:
+        """Return the engines with bundles on nodes that drain, those that have to go first at the front."""
+        by_id = {node.node_id: node for node in nodes if node.is_draining}
+        with self._lock:
+            reservations = {engine: one for engine, one in self._reservations.items() if one.group_id is not None}
+            on_draining = {e: [by_id[n] for n in one.nodes if n in by_id] for e, one in reservations.items()}
+            if not any(on_draining.values()):
+                return []
+            usable = select_nodes(nodes, self._config.ray.ray_nodes)
+            size = self._size(usable or nodes)
+            policy = self._config.ray.ray_engine_placement
+            found = [
+                DrainingEngine(
+                    engine=engine,
+                    node=min(draining, key=_drain_deadline),
+                    has_room=has_room_elsewhere(engine, usable, self._reservations, size, policy=policy),
+                )
+                for engine, draining in on_draining.items()
+                if draining
+            ]
+        return sorted(found, key=lambda one: (_drain_deadline(one.node), one.engine.rank))
 
     def find(self, engine: EngineId, deadline: Deadline) -> EnginePlacement:
         """Wait for room. Raises `ClusterError` that names the nodes' resources, at once where waiting would not help;
@@ -228,13 +278,13 @@ class DedicatedGroups:
         while True:
             nodes = list_nodes()
             usable = select_nodes(nodes, self._config.ray.ray_nodes)
-            size = self._size(usable)
+            size = self._size(usable or nodes)
             with self._lock:
                 if engine not in self._reservations:
                     self._reserve_for_expected(usable, size)
                 if reservation := self._reservations.get(engine):
                     return size, list(reservation.nodes)
-            shortage = self._explain(usable, size)
+            shortage = self._explain(nodes)
             grows = False if self._config.ray.ray_nodes else can_grow(nodes)  # new nodes would not be among `ray_nodes`
             if grows:
                 return size, None
@@ -275,9 +325,8 @@ class DedicatedGroups:
         return True
 
     def _explain_pending(self, group_id: str) -> str:
-        nodes = select_nodes(list_nodes(), self._config.ray.ray_nodes)
         reason = placement_groups.pending_reason(group_id)
-        return f"the placement group is not ready ({reason}): {self._explain(nodes, self._size(nodes)).text}"
+        return f"the placement group is not ready ({reason}): {self._explain(list_nodes()).text}"
 
     def _reserve(self, engine: EngineId, nodes: Sequence[str], group_id: str) -> None:
         with self._lock:
@@ -296,20 +345,28 @@ class DedicatedGroups:
     def _size(self, nodes: Sequence[Node]) -> EngineSize:
         return engine_size(self._config, [node.total for node in nodes if node.is_alive])
 
-    def _explain(self, nodes: Sequence[Node], size: EngineSize) -> CapacityShortage:
+    def _explain(self, nodes: Sequence[Node]) -> CapacityShortage:
+        usable = select_nodes(nodes, self._config.ray.ray_nodes)
+        size = self._size(usable or nodes)
         tensor, pipeline = self._config.parallel.tensor_parallel_size, self._config.parallel.pipeline_parallel_size
         if self._are_for_workers:
-            return explain_shortage(nodes, size, tensor=tensor, pipeline=pipeline)
-        with self._lock:
-            ranks = {engine.rank for engine in self._reservations} | self._expected.keys()
-        return explain_engine_shortage(
-            nodes,
-            size,
-            num_engines=max(len(local_ranks(self._config)), len(ranks)),  # engines may have been added
-            policy=self._config.ray.ray_engine_placement,
-            tensor=tensor,
-            pipeline=pipeline,
-        )
+            shortage = explain_shortage(usable, size, tensor=tensor, pipeline=pipeline)
+        else:
+            shortage = explain_engine_shortage(
+                usable,
+                size,
+                num_engines=self._num_engines,
+                policy=self._config.ray.ray_engine_placement,
+                tensor=tensor,
+                pipeline=pipeline,
+            )
+        draining = ", ".join(node.label for node in nodes if node.is_draining)
+        note = f"; not used because they drain: {draining}" if draining else ""
+        return replace(shortage, text=shortage.text + note)
+
+
+def _drain_deadline(node: Node) -> float:
+    return math.inf if node.drain_deadline is None else node.drain_deadline
 
 
 EnginePlacer = DedicatedGroups | UserGroup

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from eagleray.identity import ClientId, MemberId
 from eagleray.messages.failure import Failure
-from eagleray.messages.lifecycle import Bound, MemberToSupervisor
+from eagleray.messages.lifecycle import Bound, MemberToSupervisor, NodeDraining
 
 
 class StartEngines(NamedTuple):
@@ -72,6 +72,7 @@ class KillInstance(NamedTuple):
 Event = (
     MemberToSupervisor
     | Bound
+    | NodeDraining
     | StartEngines
     | StartApiServers
     | Adopt

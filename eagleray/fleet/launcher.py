@@ -9,14 +9,14 @@ import msgspec
 
 from eagleray.log import LogSettings, get_logger
 from eagleray.messages.failure import Failure
-from eagleray.messages.lifecycle import ApiServerSpec, ChildToParent, EngineSpec
+from eagleray.messages.lifecycle import ApiServerSpec, ChildToParent, EngineSpec, NodeDraining
 from eagleray.process.spawn import Child
 
 logger = get_logger(__name__)
 
 Spec = TypeVar("Spec", contravariant=True)
 
-OnMessage = Callable[[ChildToParent], None]
+OnMessage = Callable[[ChildToParent | NodeDraining], None]
 """Called with each message, in order, from any thread."""
 
 OnExit = Callable[[Failure], None]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from eagleray.cluster.placement import DedicatedGroups, EnginePlacement, EngineP
 from eagleray.config.resolve import executor_name
 from eagleray.errors import DeadlineExceeded, EagleRayError
 from eagleray.fleet import timeouts
+from eagleray.fleet.drain_watcher import DrainWatcher
 from eagleray.identity import EngineId
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
@@ -72,6 +74,7 @@ def run(payload: bytes, parent: Parent) -> None:
         _report_ready(spec, connection, inbox.address)
         driver = Driver(spec, placer=placer, cluster=connection.address)
         stack.callback(driver.close)
+        stack.callback(DrainWatcher.start(placer, partial(_open_outbox, spec.launcher)).close)
         while True:
             driver.handle(_receive_batch(inbox))
 
@@ -181,7 +184,7 @@ class RayEngineLifecycle:
         self._exit_stack = ExitStack()
         """Removes whatever belongs to the engine."""
         self._thread = threading.Thread(target=self._run, name=f"life-of-{spec.engine.label}", daemon=True)
-        placer.expect(spec.engine)
+        placer.expect(spec.engine, spec.num_engines)
 
     def start(self) -> None:
         self._thread.start()

@@ -34,6 +34,7 @@ from eagleray.messages.lifecycle import (
     EngineSpec,
     KillEngine,
     LauncherToDriver,
+    NodeDraining,
     SpawnEngine,
 )
 from eagleray.messages.workers import RayContext
@@ -140,7 +141,7 @@ class RayLauncher:
         return self._host
 
     def spawn(self, spec: EngineSpec, *, on_message: OnMessage, on_exit: OnExit) -> RayEngine:
-        """Spawn without waiting; see `Launcher.spawn`. `on_message` gets `Bound` only."""
+        """Spawn without waiting; see `Launcher.spawn`. `on_message` gets `Bound` and `NodeDraining` only."""
         engine = RayEngine(spec, on_message, on_exit, self._kill_engine)
         driver = self._driver or self._start_driver()
         self._engines[spec.engine] = engine
@@ -229,6 +230,9 @@ class RayLauncher:
                     case Bound(EngineId() as name) as message:
                         if engine := self._engines.get(name):
                             engine.on_message(message)
+                    case NodeDraining(name) as notice:
+                        if engine := self._engines.get(name):
+                            engine.on_message(notice)
                     case Ended(EngineId() as name, cause):
                         if engine := self._engines.pop(name, None):
                             engine.on_exit(cause)

@@ -20,7 +20,7 @@ import msgspec
 
 from eagleray.config.resolve import expert_engines, local_ranks
 from eagleray.config.sections import Config
-from eagleray.errors import EagleRayError, InvalidRequest, Unavailable, WrongState
+from eagleray.errors import ClusterError, ClusterLost, EagleRayError, InvalidRequest, Unavailable, WrongState
 from eagleray.fleet import timeouts
 from eagleray.fleet.autoscaler import Autoscaler, autoscale_settings
 from eagleray.fleet.control.instance import (
@@ -48,6 +48,7 @@ from eagleray.fleet.events import (
 from eagleray.fleet.expert_rendezvous import ExpertRendezvous
 from eagleray.fleet.external_clients import ExternalClients
 from eagleray.fleet.membership import Membership
+from eagleray.fleet.node_drain import NodeDrain
 from eagleray.fleet.process_exit import ProcessExit
 from eagleray.fleet.replica import Replica, Starting, Up
 from eagleray.fleet.replicas import Replicas
@@ -66,7 +67,7 @@ from eagleray.fleet.turn import (
     StopTimer,
     Turn,
 )
-from eagleray.identity import ClientId, EngineId, MemberId
+from eagleray.identity import ClientId, EngineId, MemberId, replica_key
 from eagleray.log import get_logger
 from eagleray.messages.control import CommandDone, ControlCall
 from eagleray.messages.failure import Ended, Failure
@@ -78,6 +79,7 @@ from eagleray.messages.lifecycle import (
     ExpertsFormed,
     ExpertsOpened,
     Knows,
+    NodeDraining,
     Register,
     Stop,
     Unreachable,
@@ -112,6 +114,7 @@ class FleetState:
         self._membership = Membership(self._turn)
         self._replicas = Replicas(config, self._turn, self._membership)
         self._changes = FleetChanges(self._replicas, self._membership, self._turn, instance=instance, shortage=shortage)
+        self._node_drain = NodeDrain(self._replicas, self._membership, self._changes)
         self._scaling = Scaling(self._changes, self._turn, instance=instance, forbidden=self._scaling_forbidden)
         self._autoscaler: Autoscaler | None = None
         """None if the number of engines is fixed."""
@@ -159,6 +162,11 @@ class FleetState:
         """Engines that clients know or are to know soon."""
         known = (member for key, member in self._replicas.expected().items() if key not in self._changes.held)
         return {engine for engine in known if isinstance(engine, EngineId)}
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines that run, come back or are being added."""
+        return sum(isinstance(key, EngineId) for key in self._replicas.expected())
 
     @property
     def engine_infos(self) -> list[EngineInfo]:
@@ -218,6 +226,8 @@ class FleetState:
                     self._on_ended(replica.fail(cause))
             case Silent(member, seconds):
                 self._replace(member, f"it was silent for {seconds:.0f} s")
+            case NodeDraining():
+                self._move(event)
             case Unreachable(sender, receiver):
                 self._on_broken(sender, receiver)
             case Disconnected(member):
@@ -285,14 +295,16 @@ class FleetState:
             return
         is_planned = self._replicas.is_leaving(ended.member)
         left = Left(ended.member, str(ended.cause), returns=ended.is_replaced, is_planned=is_planned)
-        is_held = False
+        is_held, next_step = False, ended.next_step
         if isinstance(ended.member, EngineId):
             self._infos.pop(ended.member, None)
-            is_held = self._changes.on_ended(ended.member, None if ended.is_replaced else ended.as_exception())
+            failure = _failure_of_added(ended)
+            is_held = self._changes.on_ended(ended.member, failure)
+            next_step = "the operation that added it fails" if is_held and failure is not None else next_step
         self._leave(left, is_known=not is_held)
         if ended.decision is None:
             return
-        logger.warning("%s is gone: %s; %s", ended.member.label, ended.cause, ended.next_step)
+        logger.warning("%s is gone: %s; %s", ended.member.label, ended.cause, next_step)
         if ended.cause.traceback:
             logger.warning("%s", ended.cause.traceback.rstrip())
         if is_held:
@@ -501,7 +513,19 @@ class FleetState:
             self._leave(left, is_known=is_known, flushes=True)
         elif is_known and was_expected:
             self._membership.retire(left)
+        if returns and self._rendezvous is not None:
+            self._rendezvous.remove(engine)
+            self._send_rendezvous()
         self._replicas.drop_if_gone(replica)
+
+    def _move(self, notice: NodeDraining) -> None:
+        """Have an engine leave a node that drains, for one that stays, as soon as that is safe."""
+        if self._is_closed or not self.is_serving or self._control.weights_are_changing:
+            return
+        if self._node_drain.begin(notice.engine):
+            when = "" if notice.seconds_left is None else f" and goes in {notice.seconds_left:.0f} s"
+            cause = f"its node {notice.node} drains{when}"
+            self._let_leave(self._replicas[replica_key(notice.engine)], cause, returns=True)
 
     def _stop_api_server(self, replica: Replica, grace: float) -> None:
         replica.close()
@@ -600,3 +624,11 @@ class FleetState:
                 self._turn.act(Stopped())
             else:
                 return
+
+
+def _failure_of_added(ended: ProcessExit) -> EagleRayError | None:
+    """Return why an engine that a scaling operation has added is not started again; None if it is. Another start does
+    not help one for which the cluster has no room."""
+    if ended.cause.kind in (ClusterError.__name__, ClusterLost.__name__):
+        return ClusterError(ended.cause.message)
+    return None if ended.is_replaced else ended.as_exception()

@@ -328,7 +328,13 @@ class Supervisor:
         on_exit = partial(self._call_soon, self._on_exit, member)
         if isinstance(member, EngineId):
             runtime_dir = str(self.runtime_dir) if self.host is None else ""  # other hosts do not have it
-            engine = EngineSpec(member, without_api_keys(self._state.engine_config), runtime_dir, ray=self._ray)
+            engine = EngineSpec(
+                member,
+                without_api_keys(self._state.engine_config),
+                runtime_dir,
+                ray=self._ray,
+                num_engines=self._state.num_engines,
+            )
             return self._engine_launcher.spawn(engine, on_message=self._post, on_exit=on_exit)
         assert self._listener_fd is not None
         config = without_hub_token(self._config)

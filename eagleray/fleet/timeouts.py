@@ -97,6 +97,9 @@ received the signal."""
 SPAWN_BATCH_SECONDS = 0.02
 """Time to wait after one message for further ones, so that engines that are spawned together are placed together."""
 
+DRAIN_POLL_SECONDS = 2.0
+"""Interval at which the driver looks for nodes that drain. Cloud providers give notice of 30 s or more."""
+
 ACTOR_POLL_INTERVAL_SECONDS = 0.2
 """Interval at which the thread of a running actor checks whether it is to kill the actor. The actor's exit wakes the
 thread at once."""

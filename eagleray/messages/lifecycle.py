@@ -34,6 +34,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Address at which members on other hosts reach the engine; None if all members are on this host."""
     ray: RayContext | None = None
     """Ray context of the program that asked for the engine; None if it is outside of Ray."""
+    num_engines: int | None = None
+    """Number of engines that the instance is to have with this one; None: the configured number."""
 
 
 class ApiServerSpec(msgspec.Struct, frozen=True):
@@ -238,7 +240,17 @@ class KillEngine(msgspec.Struct, frozen=True, tag=True):
     engine: EngineId
 
 
+class NodeDraining(msgspec.Struct, frozen=True, tag=True):
+    """A node of the engine is about to go, and other nodes have room for the engine. Repeated until it has left."""
+
+    engine: EngineId
+    node: str
+    """Name of the node in messages."""
+    seconds_left: float | None
+    """Seconds until the node goes; None if that is not known."""
+
+
 LauncherToDriver = SpawnEngine | KillEngine
 
-DriverToLauncher = DriverReady | Bound | Ended
+DriverToLauncher = DriverReady | Bound | Ended | NodeDraining
 """`Bound` and `Ended` are about engines. `Ended` is the last message about one: its actor is gone."""

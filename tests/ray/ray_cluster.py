@@ -95,6 +95,17 @@ def is_all_free() -> bool:
     )
 
 
+def drain(ip: str, *, seconds: float) -> None:
+    """Give notice that a node is to go, as a cloud provider does through KubeRay or an autoscaler."""
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    (node_id,) = [node.node_id for node in list_nodes() if node.is_alive and node.ip == ip]
+    store = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    preemption = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+    is_accepted, why_not = store.drain_node(node_id, preemption, "spot", int((time.time() + seconds) * 1000))
+    assert is_accepted, why_not
+
+
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():

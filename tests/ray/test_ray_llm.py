@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -17,6 +18,7 @@ from ray_cluster import ACC
 from eagleray import LLM, SamplingParams
 from eagleray.cluster import placement_groups
 from eagleray.errors import ClusterError, EngineFailed
+from eagleray.fleet.timeouts import DRAIN_POLL_SECONDS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = ["The quick brown fox", "Hello there"]
@@ -138,12 +140,65 @@ def test_llm_killed_worker_of_an_engine_without_restarts_is_named_in_the_error(c
                 texts(llm)
 
 
-@pytest.mark.grid  # test_ray_engines.py has the groups, test_ray_model_ids.py an LLM with such an engine
-def test_llm_engines_that_are_actors_have_a_group_each(cluster, checkpoint, expected):
-    options = {"data_parallel_backend": "ray", "data_parallel_size": 2, "ray_worker_resources": ACC}
-    with LLM(checkpoint, ray_address=cluster, **options, **ON_RAY) as llm:
+ENGINE_ACTORS = {**ON_RAY, "data_parallel_backend": "ray", "ray_worker_resources": ACC}
+
+
+def engine_nodes() -> dict[str, str]:
+    """Return the address of the node of each engine, by its label."""
+    ips = ray_cluster.node_ips()
+    entries = [e for e in placement_group_table().values() if e["state"] == "CREATED"]
+    return {e["name"].partition("/")[2]: ips[e["bundles_to_node_id"][0]] for e in entries}
+
+
+def test_llm_engines_that_are_actors_are_scaled_while_requests_run(cluster, checkpoint):
+    """Beyond the cluster, up and down. No engine leaves anything behind."""
+    long = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+    with LLM(checkpoint, ray_address=cluster, executor="in-process", **ENGINE_ACTORS) as llm:
+
+        def generate() -> list[list[int]]:
+            return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, long, use_tqdm=False)]
+
+        expected, found, has_scaled = generate(), [], threading.Event()
+
+        def repeat() -> None:
+            while not has_scaled.is_set():
+                found.append(generate())
+
+        requests = threading.Thread(target=repeat)
+        requests.start()
+        try:
+            with pytest.raises(ClusterError, match=r"the cluster cannot hold 9 engines of \{acc: 1\}.* 7 would fit"):
+                llm.scale(9)
+            assert set(engine_nodes()) == {"engine-0"}
+            assert llm.scale(2)["participating_ranks"] == [0, 1]
+            assert set(engine_nodes()) == {"engine-0", "engine-1.1"}
+            llm.scale(remove_ranks=[0])
+            assert ray_cluster.wait_until(lambda: set(engine_nodes()) == {"engine-1.1"}, 5)
+        finally:
+            has_scaled.set()
+            requests.join(60)
+        assert found and all(tokens == expected for tokens in found)
+        assert generate() == expected
+
+
+@pytest.mark.slow  # the steps are in tests/unit: test_scaling.py, cluster/test_placement.py
+def test_llm_engines_leave_nodes_that_drain_one_after_another(cluster, checkpoint, expected, add_node):
+    for number in (1, 2):
+        add_node(resources={"spot": 1}, node_ip_address=f"127.0.1.{number}")
+    options = {**ENGINE_ACTORS, "ray_worker_resources": {"spot": 1}, "data_parallel_size": 2}
+    with LLM(checkpoint, ray_address=cluster, **options) as llm:
+        assert sorted(engine_nodes().values()) == ["127.0.1.1", "127.0.1.2"]
+        for number in (1, 2):
+            ray_cluster.drain(f"127.0.1.{number}", seconds=120)
+        time.sleep(2 * DRAIN_POLL_SECONDS)
+        assert set(engine_nodes()) == {"engine-0", "engine-1"}, "there is no room elsewhere"
         assert texts(llm) == expected
-        assert num_groups() == 2
+        with pytest.raises(ClusterError, match=r"3 engines of .*; not used because they drain: 127\.0\.1\.[12] "):
+            llm.scale(3)
+        add_node(resources={"spot": 2}, node_ip_address="127.0.1.3")
+        moved = {"engine-0.1": "127.0.1.3", "engine-1.1": "127.0.1.3"}
+        assert ray_cluster.wait_until(lambda: engine_nodes() == moved, 40)
+        assert texts(llm) == expected
 
 
 @pytest.mark.grid

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.cluster import placement
 from eagleray.cluster.bundles import Bundle
-from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.engine_placement import (
     EngineReservation,
     EngineSize,
@@ -23,7 +21,6 @@ from eagleray.cluster.engine_placement import (
 from eagleray.cluster.nodes import Node
 from eagleray.config.build import build_config
 from eagleray.errors import ClusterError
-from eagleray.identity import EngineId
 
 GPU = {"GPU": 1.0}
 POLICIES = ("pack", "spread", "strict-spread")
@@ -188,17 +185,6 @@ def test_divide_bundles_divides_among_engines_in_order() -> None:
     assert divide_bundles(uneven, worker=GPU, world_size=2, num_engines=2, tp_size=2) == [[0, 1], [3, 4]]
     assert divide_bundles(uneven, worker=GPU, world_size=4, num_engines=1, tp_size=2) == [[0, 1, 3, 4]]
     assert divide_bundles(large, worker={"GPU": 0.5}, world_size=2, num_engines=4) == [[0, 0]] * 4
-
-
-def test_user_group_has_no_bundles_for_an_engine_that_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    bundles = [Bundle(index=i, node_id="a", total=GPU, free=GPU) for i in range(3)]
-    monkeypatch.setattr(placement, "_wait_for_bundles", lambda *given: bundles)
-    config = build_config(data_parallel_size=2, ray_worker_resources={"GPU": 1})
-    group = placement.UserGroup(config, "abc", preferred_node="a")
-    deadline = Deadline(1.0, "ray_placement_timeout", lambda: None)
-    assert [bundle.index for bundle in group.find(EngineId("i", 1), deadline).bundles] == [1]
-    with pytest.raises(ClusterError, match=r"engine 2 finds no bundle .* among the 2 engines of the start; start"):
-        group.find(EngineId("i", 2), deadline)
 
 
 def test_divide_bundles_too_small_group_says_how_many_engines_fit() -> None:

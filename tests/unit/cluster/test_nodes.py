@@ -39,6 +39,13 @@ def test_select_nodes_finds_by_a_prefix_of_8_digits() -> None:
         select_nodes(long, ["0123456"])
 
 
+def test_select_nodes_leaves_out_nodes_that_drain_but_finds_their_names() -> None:
+    nodes = [replace(NODES[0], drain_deadline=100.0), NODES[1], replace(NODES[2], drain_deadline=100.0)]
+    assert select_nodes(nodes, []) == nodes[1:], "a dead one does not drain any longer"
+    assert select_nodes(nodes, ["alpha"]) == []
+    assert select_nodes(nodes, ["alpha"], with_draining=True) == nodes[:1]
+
+
 def test_select_nodes_unknown_name_is_refused_with_the_known_nodes() -> None:
     with pytest.raises(ClusterError, match=r"no node is 'gamma'; .* of these: 10\.0\.0\.1 \(aaaaaaaa\) alpha, 10"):
         select_nodes(NODES, ["alpha", "gamma"])

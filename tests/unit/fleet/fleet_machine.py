@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from eagleray.config.build import build_config
-from eagleray.errors import ProcessCrashed
+from eagleray.errors import EagleRayError, ProcessCrashed
 from eagleray.fleet.events import Adopt, Event, Exited, StartApiServers, StartEngines, TimePassed
 from eagleray.fleet.replica import Replica, Up
 from eagleray.fleet.state import FleetState
@@ -128,6 +128,11 @@ class Machine:
         del self.running[member]
         crashed = Failure.of(ProcessCrashed(reason)) if "SIGSEGV" in reason else Failure.noticed(reason)
         self.handle(Exited(member, crashed))
+
+    def exit_with(self, member: MemberId, error: EagleRayError) -> None:
+        """Have a process exit because of an exception."""
+        del self.running[member]
+        self.handle(Exited(member, Failure.of(error)))
 
     def exit_all(self) -> None:
         """Have the processes exit that were told to."""

@@ -4,15 +4,16 @@ import pytest
 from fleet_machine import OBSERVER, Machine, later
 
 from eagleray.config.resolve import engine_index, engines_on_host, first_device, local_ranks
-from eagleray.errors import ConfigError
+from eagleray.errors import ClusterError, ClusterLost, ConfigError
 from eagleray.fleet import timeouts
 from eagleray.fleet.events import StartEngines
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.control import Command, ControlCall, ControlReturned, InitWeightTransfer, OpenWeightTransfer
 from eagleray.messages.failure import Ended, Failure
-from eagleray.messages.lifecycle import Stop
+from eagleray.messages.lifecycle import ExpertsOpened, NodeDraining, OpenExperts, Stop
 from eagleray.messages.membership import Left
 from eagleray.messages.scaling import Drained, Draining, GetScaling, RestartEngines, Scale
+from eagleray.messages.workers import EngineOpened, Topology
 
 E = [EngineId("i", rank) for rank in range(6)]
 A = [ClientId("i", index) for index in range(4)]
@@ -470,3 +471,121 @@ def test_scale_while_engines_are_added_a_transfer_waits_for_them():
     assert "trainer is connected" in it.answer(it.call(Scale(num_engines=3))).message
     it.exit(E[1])
     assert it.answer(it.call(Scale(num_engines=1)))["phase"] == "completed", "the transfer is broken"
+
+
+@pytest.mark.parametrize("kind", [ClusterError, ClusterLost])
+def test_scale_cluster_without_room_ends_the_operation_at_once_and_removes_the_others(kind):
+    """Also if the cluster once had room: an engine that has served would wait until it has again."""
+    it = Machine.serving()
+    it.forget()
+    call = it.call(Scale(num_engines=3))
+    assert it.state.num_engines == 3
+    it.bring_up(E[1])
+    it.exit_with(E[2], kind("the cluster cannot hold 3 engines of {GPU: 1}: node 10.0.0.1 has GPU 0 free of 2"))
+    it.exit_all()
+    assert it.answer(call).message.startswith("the cluster cannot hold 3 engines")
+    assert it.events() == []
+    assert it.spawned[2:] == [E[1], E[2]], "another start would find the same"
+    it.pass_time(100.0)
+    assert set(it.running) == {E[0], A[0]}
+    again = it.call(Scale(num_engines=2))
+    it.bring_up(later(E[1]))
+    assert it.answer(again)["phase"] == "completed"
+
+
+def drains(it: Machine, *engines: EngineId) -> None:
+    """Give the notices that are repeated while the engines are on nodes that drain."""
+    for engine in engines:
+        it.handle(NodeDraining(engine, "10.0.0.2 (bbbbbbbb)", 90.0))
+
+
+def planned(it: Machine) -> list[tuple[EngineId, bool]]:
+    return [(m.member, m.returns) for m in it.received[OBSERVER] if isinstance(m, Left) and m.is_planned]
+
+
+def test_node_drains_engines_leave_one_after_another():
+    it = Machine.serving(data_parallel_size=3)
+    it.forget()
+    drains(it, E[1], E[2])
+    assert planned(it) == [(E[1], True)]
+    assert it.received[E[1]] == [Stop(0.0)]
+    drains(it, E[1], E[2])
+    it.exit(E[1], "it ended with exit code 0")
+    drains(it, E[2])
+    it.pass_time(0.0)
+    it.bind(later(E[1]))
+    drains(it, E[2])
+    assert E[2] in it.attached, "the replacement of the first one has not joined"
+    it.start(later(E[1]))
+    drains(it, E[1], E[2])
+    assert planned(it) == [(E[1], True), (E[2], True)]
+
+
+def test_node_drains_single_engine_leaves():
+    it = Machine.serving()
+    drains(it, E[0])
+    assert planned(it) == [(E[0], True)]
+    it.exit(E[0], "it ended with exit code 0")
+    it.pass_time(0.0)
+    it.bring_up(later(E[0]))
+    assert it.error is None
+
+
+def test_node_drains_last_engine_that_serves_stays_until_another_one_serves():
+    it = Machine.serving(data_parallel_size=2)
+    it.exit(E[0])
+    it.pass_time(0.0)
+    drains(it, E[1])
+    assert planned(it) == []
+    it.bring_up(later(E[0]))
+    drains(it, E[1])
+    assert planned(it) == [(E[1], True)]
+
+
+def test_node_drains_engine_that_moved_and_is_given_up_does_not_block_the_others():
+    it = Machine.serving(data_parallel_size=3)
+    drains(it, E[1])
+    it.exit(E[1], "it ended with exit code 0")
+    for attempt in (1, 2):
+        it.pass_time(1.0)
+        it.exit_with(later(E[1], attempt), ConfigError("the model is gone"))
+    drains(it, E[2])
+    assert planned(it) == [(E[1], True), (E[2], True)]
+
+
+def test_node_drains_while_the_engine_drains_for_scaling_or_is_added():
+    it = Machine.serving(data_parallel_size=2)
+    it.call(Scale(num_engines=1, drain_timeout=30.0))
+    drains(it, E[1])
+    assert planned(it) == []
+    it.pass_time(30.0)
+    assert planned(it) == [(E[1], False)]
+    it.exit(E[1], "it ended with exit code 0")
+    it.call(Scale(num_engines=3))
+    it.bring_up(later(E[1]))
+    drains(it, later(E[1]))
+    it.bring_up(E[2])
+    assert later(E[1]) in it.running
+    assert ranks(it) == [0, 1, 2]
+    drains(it, later(E[1]))
+    assert planned(it)[1:] == [(later(E[1]), True)]
+
+
+def test_node_drains_engines_that_share_experts_form_their_group_again():
+    it = Machine(data_parallel_size=2, enable_expert_parallel=True)
+    it.adopt()
+    it.handle(StartEngines((0, 1)))
+    opened = EngineOpened(
+        rank=0,
+        topology=Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=[""]),
+        opened=[],
+    )
+    for engine in E[:2]:
+        it.bind(engine)
+        it.handle(ExpertsOpened(engine, 1, opened))
+    for engine in E[:2]:
+        it.start(engine)
+    assert it.is_serving
+    it.forget()
+    drains(it, E[1])
+    assert it.received[E[0]][-1] == OpenExperts(2, [0, 1])
