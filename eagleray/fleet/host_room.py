@@ -1,7 +1,8 @@
 """Whether engines that are processes find room on this host beside those that run.
 
-An estimate that refuses only what cannot be: a further engine takes what the smallest one that runs has taken, where
-the size of its cache follows the free memory without its cache.
+An estimate that refuses only what cannot be: a further engine takes what the smallest one that runs has taken. Where
+the size of its cache follows the free memory, that is counted without the cache, of which an unknown part has been
+touched.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from collections.abc import Callable, Collection, Iterable
 from eagleray.config.sections import CacheConfig
 from eagleray.messages.membership import EngineInfo
 from eagleray.process.host_memory import host_free_bytes, own_bytes
+
+LEAST_ENGINE_BYTES = 128 * 2**20
+"""Memory that an engine of the smallest model takes, with the libraries that it loads."""
 
 
 def explain_memory_shortage(
@@ -31,7 +35,7 @@ def explain_memory_shortage(
         processes = [process for process in (info.process, *info.workers) if process is not None]
         size = read_own(process.pid for process in processes)
         sizes.append(size if has_fixed_cache else size - info.cache_bytes)
-    needed, free = num_added * max(0, min(sizes, default=0)), read_free()
+    needed, free = num_added * max(LEAST_ENGINE_BYTES, min(sizes, default=0)), read_free()
     if needed <= free:
         return None
     engines = "1 engine" if num_added == 1 else f"{num_added} engines"

@@ -54,8 +54,10 @@ def test_memory_shortage_is_that_of_the_smallest_engine(num_added, free, options
     assert explained is None if sentence is None else explained.startswith(sentence)
 
 
-def test_memory_shortage_without_engines_is_unknown():
-    assert explain(3, 0, engines=[]) is None
+def test_memory_shortage_untouched_cache_does_not_make_engines_free():
+    small = [engine(1, cache=4)]
+    assert explain(16, 2, engines=small) is None
+    assert explain(17, 2, engines=small).startswith("17 engines more would take about 2.1 GiB")
 
 
 def test_own_bytes_counts_what_a_process_has_for_itself_once():
