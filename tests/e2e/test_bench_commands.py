@@ -142,6 +142,7 @@ def test_latency_writes_figures_and_a_plot(checkpoint, tmp_path):
     assert "10 tokens in and 10 out do not fit into the model's length" in too_long.stderr
 
 
+@pytest.mark.slow  # it starts a program and a server twice
 def test_startup_measures_program_and_server(checkpoint, tmp_path):
     program, server = figures(tmp_path / "f.json", "startup", checkpoint, "--repeat", "1", "--num-threads", "1")
     assert (program["kind"], server["kind"]) == ("program", "server")

@@ -166,7 +166,8 @@ def test_expert_group_metrics_report_expert_load(http, prompts):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("dispatch", [pytest.param("all-gather", marks=pytest.mark.grid), "all-to-all"])
+@pytest.mark.grid  # tests/process has such groups
+@pytest.mark.parametrize("dispatch", ["all-gather", "all-to-all"])
 def test_expert_group_engines_with_several_workers_equal_one(checkpoint, prompts, expected, dispatch):
     options = ("--tensor-parallel-size", "2", "--expert-dispatch", dispatch)
     with serve(str(checkpoint), *TOGETHER, *options) as server, connect(server) as http:

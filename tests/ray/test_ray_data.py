@@ -70,7 +70,10 @@ def generate(ds: ray.data.Dataset, *args: Any, **options: Any) -> ray.data.Datas
 VICTIMS = {"engine": lambda: engines_of(stage_actors()[0])[0], "actor": lambda: stage_actors()[0]}
 
 
-@pytest.mark.parametrize("victims", [("actor",), pytest.param(("engine", "actor"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "victims",
+    [pytest.param(("actor",), marks=pytest.mark.grid), pytest.param(("engine", "actor"), marks=pytest.mark.slow)],
+)
 def test_generate_rows_come_once_though_processes_are_killed(
     cluster: str, checkpoint: str, victims: tuple[str, ...]
 ) -> None:

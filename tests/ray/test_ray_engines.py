@@ -417,6 +417,7 @@ async def test_ray_launcher_node_removed_during_bind_is_worker_lost(cluster, add
         assert ips([reported]) == ["127.0.0.10"]
 
 
+@pytest.mark.grid  # it starts an engine for one sentence
 @in_loop
 async def test_ray_launcher_instance_name_in_use_raises_cluster_error(cluster):
     options = config(cluster, 1)
@@ -451,6 +452,7 @@ def own_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
         program.communicate(timeout=60)
 
 
+@pytest.mark.slow  # test_ray_connect.py kills the control store
 @in_loop
 async def test_ray_launcher_control_store_killed_later_engines_report_cluster_lost(cluster, own_cluster):
     """The supervisor's process survives, and later engines report why they cannot start."""

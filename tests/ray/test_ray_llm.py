@@ -150,6 +150,7 @@ def engine_nodes() -> dict[str, str]:
     return {e["name"].partition("/")[2]: ips[e["bundles_to_node_id"][0]] for e in entries}
 
 
+@pytest.mark.slow  # test_scale_server.py scales processes
 def test_llm_engines_that_are_actors_are_scaled_while_requests_run(cluster, checkpoint):
     """Beyond the cluster, up and down. No engine leaves anything behind."""
     long = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)

@@ -95,6 +95,7 @@ def test_serve_killed_engine_resumes_its_constrained_stream(
         assert wait_until_whole(http, 2) == {**there, rank: incarnation + 1}
 
 
+@pytest.mark.slow  # test_ray_engines.py kills the driver
 def test_serve_killed_ray_driver_resumes_its_streams_and_killed_supervisor_leaves_nothing(
     server: ServerProcess,
 ) -> None:
@@ -123,7 +124,7 @@ def test_serve_killed_ray_driver_resumes_its_streams_and_killed_supervisor_leave
 @pytest.mark.parametrize(
     ("backend", "victim"),
     [
-        ("ray", "raylet"),
+        pytest.param("ray", "raylet", marks=pytest.mark.slow),  # test_ray_connect.py ends such a cluster
         pytest.param("ray", "gcs_server", marks=pytest.mark.grid),
         pytest.param("processes", "raylet", marks=pytest.mark.grid),
         pytest.param("processes", "gcs_server", marks=pytest.mark.grid),

@@ -37,6 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_checkpoint(tmp_path_factory.mktemp("serve_app"), "qwen3", max_position_embeddings=10_000))
 
 
+@pytest.mark.slow  # test_ray_serve.py kills engines on Ray
 def test_replica_killed_engine_resumes_the_stream_and_nothing_is_left(cluster, checkpoint):
     with deployed(checkpoint, **OPTIONS) as http:
         expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)

@@ -131,6 +131,7 @@ def test_scale_up_starting_engine_killed_streams_are_unchanged(server, http, exp
     assert len(tokens(http, [5, 6], {"X-data-parallel-rank": "1"}, max_tokens=3)) == 3
 
 
+@pytest.mark.grid  # tests/unit/fleet/test_scaling.py tests the machine
 def test_restart_with_drain_requests_finish_where_they_are(server, http, expected):
     before = resumed(http)
     with streams(server, expected):
@@ -151,6 +152,7 @@ def test_scale_down_by_the_first_rank_streams_move(server, http, expected):
     assert refused.status_code == 400
 
 
+@pytest.mark.grid  # test_api_servers.py has a server that leaves
 def test_scale_api_servers_streams_finish(server, http, expected):
     with streams(server, expected):
         post(http, "/scale", api_server_count=1, drain_timeout=SECONDS, operation_id="servers", wait=False)
@@ -186,6 +188,7 @@ def test_scale_engine_that_cannot_start_is_rolled_back(server, http, checkpoint)
     assert len(tokens(http, [5, 6], max_tokens=3)) == 3
 
 
+@pytest.mark.grid  # the routes above make the same calls
 def test_llm_scale_prompts_are_unchanged(checkpoint):
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     prompts = [{"prompt_token_ids": [5 + index, 6, 7]} for index in range(24)]
