@@ -109,7 +109,7 @@ class RolledBack(Exception):
 
 class FleetChanges:
     """`replicas`: the replicas of the fleet by key, which only `FleetState` changes. `shortage(num_added)` returns why
-    so many engines more find no room; None if they do."""
+    that many added engines find no room; None if there is room."""
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ logger = get_logger(__name__)
 
 class FleetState:
     """`instance` is the instance's name. `unix_clock` gives the Unix time of published changes. `shortage(num_added)`
-    returns why so many engines more find no room; None if they do."""
+    returns why that many added engines find no room; None if there is room."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ LIMITS = re.compile(r"too (large|many|big|complex|deeply)|max is|fuel|exhausted|
 """Matches messages about a limit of the library."""
 
 NAMES = {"json_schema": "the JSON schema", "regex": "the regular expression", "choice": "the list of choices"}
-"""What users call a grammar, by kind."""
+"""Names of grammars for users, by kind."""
 
 MAX_MESSAGE = 300
 MAX_PART = 100
