@@ -109,7 +109,7 @@ class Simulation:
         self.handle("TimePassed", TimePassed())
         return True
 
-    # What happens.
+    # Events.
 
     def boot(self) -> None:
         self.handle("StartEngines", StartEngines(tuple(range(self._num_engines))))

@@ -110,7 +110,7 @@ def has_room_elsewhere(
     *,
     policy: Policy,
 ) -> bool:
-    """Whether `nodes` have room for an engine that runs, once it has left. `nodes`: those that stay."""
+    """Whether `nodes`, which do not drain, have room for a running engine once it has left its place."""
     others = [reservation for other, reservation in reservations.items() if other != engine]
     left = Counter(reservations[engine].nodes)
     free = [

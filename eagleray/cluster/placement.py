@@ -233,7 +233,7 @@ class DedicatedGroups:
             self._num_engines = len(local_ranks(self._config)) if num_engines is None else num_engines
 
     def draining_engines(self, nodes: Sequence[Node]) -> list[DrainingEngine]:
-        """Return the engines with bundles on nodes that drain, those that have to go first at the front."""
+        """Return the engines with bundles on draining nodes, ordered by the deadlines of the nodes."""
         by_id = {node.node_id: node for node in nodes if node.is_draining}
         with self._lock:
             reservations = {engine: one for engine, one in self._reservations.items() if one.group_id is not None}

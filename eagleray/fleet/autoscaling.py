@@ -199,8 +199,10 @@ class AutoscalePolicy:
     # Output.
 
     def decide(self, engines: Collection[EngineId], num_engines: int, now: float) -> Decision | None:
-        """Return the number of engines that the load needs, if it is to change now. `engines`: those that have joined.
-        `num_engines`: with those that come back."""
+        """Return the number of engines that the load needs, if it is to change now.
+
+        `engines`: the engines that have joined. `num_engines`: their number, with the engines that are restarting.
+        """
         if now < self._blocked_until:
             return None
         if (bounded := min(max(num_engines, self.settings.min_engines), self.settings.max_engines)) != num_engines:
@@ -341,7 +343,7 @@ class AutoscalePolicy:
         return max(needs, key=lambda need: need.num_engines)
 
     def _late_fraction(self) -> float:
-        """Fraction of the recent first tokens, and of those that are due, that come after the target."""
+        """Return the fraction of recent first tokens that were late, and count the overdue ones as late, too."""
         overdue = sum(report.num_overdue for _, report in self._reports.values())
         total = overdue + sum(count for _, count, _ in self._first_tokens)
         late = overdue + sum(late for _, _, late in self._first_tokens)

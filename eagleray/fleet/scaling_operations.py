@@ -90,9 +90,9 @@ class ScalingOperation:
     steps: Steps | None = None
     until: Until | None = None
     deadline: float | None = None
-    """Time by which engines that were added must be ready; None when there are none."""
+    """Time at which the operation stops waiting for a start or a drain; None while it waits for neither."""
     removed: list[int] = field(default_factory=list)
-    """Ranks whose processes have exited."""
+    """Ranks of the engines that were removed, once their processes have exited."""
 
     @property
     def has_ended(self) -> bool:
@@ -174,6 +174,7 @@ class FleetChanges:
                 return self._restart(operation, restart)
 
     def remove_held(self, error: EagleRayError) -> Steps:
+        """Remove the engines that a failed operation has added. Raises `RolledBack` when they are gone."""
         held = list(self.held)
         for key in held:
             if key in self._replicas:
@@ -258,7 +259,7 @@ class FleetChanges:
 
         def have_finished() -> bool:
             busy = (client for key in engines for client in self.undrained.get(key, ()) if client in self._membership)
-            return self._turn.now >= due or not any(True for _ in busy)
+            return self._turn.now >= due or next(busy, None) is None
 
         yield Until(have_finished, lambda: f"{_labels(engines)} must finish requests")
         operation.deadline = None

@@ -148,7 +148,7 @@ class FleetState:
         self._stop: Stop | None = None
         """The message to members, while the instance stops."""
         self._kinds_to_stop: list[type[EngineId | ClientId]] = []
-        """Kinds of members whose processes are to be told to stop, when those that were told before have exited."""
+        """Kinds of members that are told to stop when the processes of the kind before have exited."""
         if self._control.state.adapters:
             self._membership.publish_state(self._control.state)
 
@@ -401,9 +401,8 @@ class FleetState:
         """Handle a broken connection. `ends` is (sender, receiver), or (receiver,) for a connection of the
         supervisor.
 
-        A connection that breaks loses messages, so one of its ends has to leave. It also breaks because a process
-        exits, and that is reported soon, by the process's own sentinel: so the fleet waits a little. Members that poll
-        report it late, too.
+        Messages may be lost with it, so one of the ends has to leave. The fleet waits first, because a connection also
+        breaks when one of its ends exits, and that exit is reported soon.
         """
         due = self._turn.now + timeouts.DISCONNECT_GRACE_SECONDS
         self._turn.timers.set(BrokenConnectionTimer(ends), due)
@@ -494,7 +493,7 @@ class FleetState:
                 self._set_ranks()
                 self._let_leave(replica, cause, returns=False)
             case Remove(key, cause, grace):
-                # Its connections cannot move, so its requests have at least the time that they have at the end.
+                # Its connections cannot move, so requests get at least the time that they get when the server stops.
                 shutdown_timeout = self._config.serving.shutdown_timeout
                 self._stop_api_server(self._replicas.let_go(key), max(grace, shutdown_timeout))
             case RestartReplica(key, cause):

@@ -219,8 +219,8 @@ class Supervisor:
     # Events
 
     def _handle(self, event: Event) -> None:
-        """Handle an event, and those that its actions lead to. An exception fails the instance, because the state may
-        be half changed."""
+        """Handle an event, and then the events that its actions cause. An exception fails the instance, because the
+        state may be half changed."""
         self._events.append(event)
         if self._is_handling:
             return

@@ -84,6 +84,6 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Requests that got their first token since the last report. This and the next two numbers are about requests that
     have arrived since the newest engine joined, because that engine could not help earlier ones."""
     num_late: int = 0
-    """Number of those that got it later than `autoscale_target_ttft` seconds after their arrival."""
+    """Number of these requests whose first token came later than `autoscale_target_ttft` seconds after arrival."""
     num_overdue: int = 0
     """Requests without a token that arrived longer ago than that."""

@@ -152,7 +152,7 @@ def engine_nodes() -> dict[str, str]:
 
 @pytest.mark.slow  # test_scale_server.py scales processes
 def test_llm_engines_that_are_actors_are_scaled_while_requests_run(cluster, checkpoint):
-    """Beyond the cluster, up and down. No engine leaves anything behind."""
+    """A target that the cluster cannot hold is refused; engines are added and removed, and leave nothing behind."""
     long = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
     with LLM(checkpoint, ray_address=cluster, executor="in-process", **ENGINE_ACTORS) as llm:
 

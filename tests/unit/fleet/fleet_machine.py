@@ -102,7 +102,7 @@ class Machine:
         self.handle(Adopt(OBSERVER, "of observer"))
         self.handle(ClientStarted(OBSERVER))
 
-    # What members do.
+    # Events of members.
 
     def bind(self, member: MemberId) -> None:
         self.handle(Bound(member, f"of {member.label}"))
@@ -159,7 +159,7 @@ class Machine:
             self.handle(TimePassed())
         self.now = end
 
-    # What the test looks at.
+    # State, for assertions.
 
     def replica(self, member: MemberId) -> Replica:
         return self.state._replicas[replica_key(member)]
