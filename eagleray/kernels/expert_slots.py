@@ -1,9 +1,10 @@
 """The expert slots of a layer: tables from an expert's number to the slots that hold its weights.
 
 An expert slot is a place for one expert's weights. Every rank of the expert group has the same number of them: slot s
-is the local slot s % slots_per_rank of rank s // slots_per_rank. An expert may be in several slots, as copies. Experts
-move between steps, and the tables are changed in place, also their copies on a device, so that compiled passes may keep
-pointers to them.
+is the local slot s % slots_per_rank of rank s // slots_per_rank. An expert may be in several slots, as copies; the
+slots of a rank that is about to leave the group are empty. Experts move between steps, and the tables are changed in
+place, also their copies on a device, so that compiled passes may keep pointers to them. A group of another size has
+other tables; passes that keep pointers belong to engines whose group never changes.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch import Tensor
 Int32Array = npt.NDArray[np.int32]
 
 Slots = npt.NDArray[np.int64]
-"""[num_slots] the expert in each slot"""
+"""[num_slots] the expert in each slot, -1 for an empty one"""
 
 ABSENT = -1
-"""Stands for a slot on another rank."""
+"""Stands for a slot on another rank, or for the expert of an empty slot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,23 +74,21 @@ class LayerExpertSlots:
         """This rank's slots, by their local numbers."""
         self.global_map = ExpertSlotMap(np.full(shape, ABSENT, np.int32), num_copies)
         """The slots of all ranks."""
-        self.experts = experts
+        self.local_experts: list[int] = []
+        """The experts whose weights are in this rank's slots, -1 for an empty slot."""
         self.assign(experts)
-
-    @property
-    def local_experts(self) -> list[int]:
-        """The experts in this rank's slots."""
-        return self.experts[self._rank * self.slots_per_rank :][: self.slots_per_rank].tolist()
 
     def assign(self, experts: Slots) -> None:
         """Update the tables to other experts in the slots. Copies of an expert are numbered in the order of slots."""
         self.experts = experts.copy()
+        self.local_experts = experts[self._rank * self.slots_per_rank :][: self.slots_per_rank].tolist()
         table, num_copies = self.global_map.table, self.global_map.num_copies
         table.fill(ABSENT)
         num_copies.fill(0)
         for slot, expert in enumerate(experts.tolist()):
-            table[expert, num_copies[expert]] = slot
-            num_copies[expert] += 1
+            if expert != ABSENT:
+                table[expert, num_copies[expert]] = slot
+                num_copies[expert] += 1
         assert num_copies.min() > 0, "every expert has a slot"
         is_local = (table >= 0) & (table // self.slots_per_rank == self._rank)
         self.local_map.table[:] = np.where(is_local, table % self.slots_per_rank, ABSENT)

@@ -144,6 +144,8 @@ class OpenGroup(msgspec.Struct, frozen=True, tag=True):
 
     name: GroupName
     epoch: int = 0
+    ranks: list[int] | None = None
+    """Data-parallel ranks of the engines of an expert group; None: those of the epoch before."""
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag=True):
@@ -153,6 +155,15 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
     name: GroupName
     epoch: int
     members: list[EngineOpened]
+    leaving: list[int] = []
+    """Data-parallel ranks of the engines whose experts move to the others."""
+
+
+class GroupJoined(msgspec.Struct, frozen=True, tag=True):
+    """The worker has joined an expert group and has its experts."""
+
+    broken: str | None = None
+    """Cause, if the group has broken meanwhile; then the worker takes no step before it has joined a later one."""
 
 
 class ReadExpertLoad(msgspec.Struct, frozen=True, tag=True):
@@ -169,6 +180,10 @@ class WorkerExpertLoad(msgspec.Struct, frozen=True, tag=True):
 
 class LoadModel(msgspec.Struct, frozen=True, tag=True):
     """Read the weights and make the model ready to compute."""
+
+    expert_group_size: int | None = None
+    """Number of engines of a running expert group that gives the worker its experts; None: it reads those of the group
+    at the start."""
 
 
 class ModelLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -308,6 +323,7 @@ WorkerCall = (
 WorkerReply = (
     StepResult
     | CallDone
+    | GroupJoined
     | GroupOpened
     | ModelLoaded
     | MemoryMeasured

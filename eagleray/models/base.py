@@ -7,7 +7,7 @@ the same calls. `forward` sends hidden states between them, `logits` collects th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -309,10 +309,19 @@ class Model(ABC):
             self.rebalancer.step(may_move=may_move)
 
     @torch.inference_mode()
-    def on_group_formed(self) -> None:
-        """Synchronize the expert slots of a new expert group. All of its ranks call this at the same time."""
+    def on_group_formed(self, *, leaving: Collection[int] = (), has_memory: bool = True) -> None:
+        """Place the experts in a new expert group, in which the ranks in `leaving` compute none. All of its ranks call
+        this at the same time. Without `has_memory`, the memory of weights sleeps."""
         if self.rebalancer is not None:
-            self.rebalancer.on_group_formed()
+            if not self.updates.has_new_weights:
+                self.updates.forget()
+            self.rebalancer.on_group_formed(leaving=leaving, has_memory=has_memory)
+
+    @torch.inference_mode()
+    def read_missing_experts(self) -> None:
+        """Read the experts that a group lacked when it was formed while the memory of weights slept."""
+        if self.rebalancer is not None:
+            self.rebalancer.read_missing()
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:

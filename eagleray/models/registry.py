@@ -153,15 +153,21 @@ def load_model(
             )
         return nullcontext(make_dummy()) if load_format == "dummy" else open_checkpoint()
 
+    def open_any_weights() -> AbstractContextManager[Weights]:
+        # The blocks of stored FP8 weights have sizes of their own.
+        is_stored_fp8 = load_format != "dummy" and spec.fp8_block is not None and has_fp8
+        return open_checkpoint() if is_stored_fp8 else nullcontext(make_dummy())
+
     if load_format == "dummy":
         dummy = make_dummy()
         model.load(dummy)
-        model.updates.kept_fp8 = frozenset(dummy.kept_fp8)
+        kept_fp8 = dummy.kept_fp8
     else:
         with open_checkpoint(on_progress) as checkpoint:
             model.load(checkpoint)
             checkpoint.finish(model.names(), may_be_left=model.may_be_dropped)
-            model.updates.kept_fp8 = frozenset(checkpoint.kept_fp8)
+            kept_fp8 = checkpoint.kept_fp8
+    model.updates.kept_fp8 = frozenset(kept_fp8)
     if layout is not None and layout.is_divided:
         model.rebalancer = Rebalancer(
             blocks=model.moe_blocks,
@@ -169,7 +175,10 @@ def load_model(
             interval=experts.balance_interval,
             kernels=kernels,
             open_weights=open_weights,
+            open_any_weights=open_any_weights,
         )
+        if experts.gets_experts:
+            model.rebalancer.allocate()
     return model
 
 
@@ -302,7 +311,7 @@ def _check_options(spec: ModelSpec, experts: ExpertOptions, groups: Groups) -> N
     """Raise `ConfigError` if the model cannot be divided so, or cannot fulfil the options for experts."""
     is_divided = experts.dispatch is not None
     check_fits(spec, groups.mesh, has_whole_experts=is_divided)
-    if is_divided:
+    if is_divided and not experts.gets_experts:  # else the division is that of a running group
         check_experts(spec, num_ranks=groups.experts.size, num_redundant=experts.num_redundant)
     if experts.keeps_ids and spec.moe is not None and spec.moe.num_experts > MAX_TRACED_EXPERTS:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """The workers that divide the experts among them: all of one stage, of all engines that step together.
 
-Engines start and exit, so the group has an epoch: the group of an epoch is opened, joined when the engines know what
-all have opened, and left when one of them is gone; that of the next epoch is another group. With one engine it is the
-tensor-parallel group, which needs no epoch.
+Engines start and exit, and their number changes, so the group has an epoch: the group of an epoch is opened, joined
+when the engines know what all have opened, and left when one of them is gone; that of the next epoch is another group,
+perhaps of other engines. An engine that always has all experts uses its tensor-parallel group, which needs no epoch.
 
 Ranks on one node exchange rows through shared memory and watch each other's processes; others use connections, which
 break when a process exits. When a member is gone, an operation raises `ExpertGroupBroken`: on all tensor-parallel ranks
@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from eagleray.errors import ChannelClosed, ExpertGroupBroken
 from eagleray.messages.workers import EngineOpened, GroupOpened
 from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
-from eagleray.parallel.group import RehearsalGroup, TensorParallelGroup
+from eagleray.parallel.group import RehearsalGroup, SingleRankGroup, TensorParallelGroup
 from eagleray.parallel.mesh import SINGLE_ENGINE, EnginePosition
 from eagleray.parallel.process_watcher import ProcessWatcher
 from eagleray.parallel.rendezvous import LOOPBACK, bind_store, reach_store
@@ -50,13 +50,14 @@ class SharedMemoryOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpertGroup:
-    """This rank's end of the group, where rank = the engine's rank x tensor-parallel size + tensor-parallel rank.
+    """This rank's end of the group, where rank = the engine's position x tensor-parallel size + tensor-parallel rank.
 
     The operations are those of `TensorParallelGroup`; they raise `ExpertGroupBroken` when a member is gone, and while
     no group is joined.
 
-    `tp`: the tensor-parallel group of this rank, which outlives the group. `address`: where ranks of other nodes reach
-    this one. `device`: the device that it computes on.
+    `tp`: the tensor-parallel group of this rank, which outlives the group. `engines`: the position of the engine until
+    `open` gives another one. `address`: where ranks of other nodes reach this one. `device`: the device that it
+    computes on.
     """
 
     def __init__(
@@ -67,15 +68,15 @@ class ExpertGroup:
         address: str = LOOPBACK,
         device: torch.device = CPU,
     ) -> None:
-        self.rank = engines.rank * tp.size + tp.rank
-        self.size = engines.size * tp.size
+        self._tp = tp
+        self.set_position(engines)
         self.epoch = 0
         self.spans_engines = engines.size > 1
+        """Whether the group is formed anew in every epoch. It may have a single engine then, for a while."""
         self.bytes_sent: dict[str, int] = Counter() if self.spans_engines else tp.bytes_sent
-        self._tp = tp
         self._address = address
         self._device = device
-        self._group: SharedMemoryGroup | TorchGroup | RehearsalGroup | None = None
+        self._group: SharedMemoryGroup | TorchGroup | SingleRankGroup | None = None
         self._reason = "no group of engines that share the experts was joined yet"
         self._needs_agreement = False
         self._exit_stack = ExitStack()  # resources of this epoch
@@ -83,13 +84,23 @@ class ExpertGroup:
         self._store: TCPStore | None = None
         self._watcher: ProcessWatcher | None = None
 
-    def open(self, epoch: int) -> GroupOpened:
-        """Leave the current group, and open the resources that others need to join that of `epoch`. Raises
-        `ConfigError` for an address that is not this machine's, and for too little shared memory."""
+    def set_position(self, engines: EnginePosition) -> None:
+        """Set the rank and the size of the group that is formed next."""
+        self.rank = engines.rank * self._tp.size + self._tp.rank
+        self.size = engines.size * self._tp.size
+
+    def open(self, epoch: int, engines: EnginePosition | None = None) -> GroupOpened:
+        """Leave the current group, and open the resources that others need to join that of `epoch`, in which the engine
+        has the position `engines`, by default that of the epoch before. Raises `ConfigError` for an address that is not
+        this machine's, and for too little shared memory."""
         self.epoch = epoch
         if not self.spans_engines:
             return GroupOpened()
         self.leave()
+        if engines is not None:
+            self.set_position(engines)
+        if self.size == 1:
+            return GroupOpened()
         can_share = self._device.type == "cpu" and supports_shared_memory()
         address = None
         if self.rank == 0:
@@ -108,6 +119,10 @@ class ExpertGroup:
         if not self.spans_engines:
             return
         assert epoch == self.epoch, f"epoch {epoch} is joined, but {self.epoch} was opened"
+        if self.size == 1:
+            self._needs_agreement, self._group = False, SingleRankGroup()
+            self._group.bytes_sent = self.bytes_sent
+            return
         ordered = sorted(members, key=lambda member: member.rank)
         opened = [one for member in ordered for one in member.opened]
         assert len(opened) == self.size, f"{len(opened)} ranks are to join, but {self.size} share the experts"

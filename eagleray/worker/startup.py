@@ -145,15 +145,19 @@ class JoinedWorker:
 class LoadedWorker:
     """Fourth state: the model is loaded, and the worker extension is made, which sees this object.
 
-    A worker extension that gets the worker may use `rank`, `mesh`, `device` and `model`.
+    A worker extension that gets the worker may use `rank`, `mesh`, `device` and `model`. `expert_group_size`: see
+    `LoadModel`.
     """
 
-    def __init__(self, joined: JoinedWorker) -> None:
+    def __init__(self, joined: JoinedWorker, expert_group_size: int | None = None) -> None:
         self.setup = joined.setup
         self.rank = joined.setup.rank
         self.mesh = joined.setup.mesh
         self.device = joined.device
         self.groups = joined.groups
+        self._gets_experts = expert_group_size is not None
+        if expert_group_size is not None:  # its place in the group is not known yet
+            self.groups.experts.set_position(EnginePosition(size=expert_group_size))
         # nothing to do on the host of the program that started the engines, which has fetched it
         timeout = self.setup.config.execution.startup_timeout
         fetch_model(self.setup.config.model, timeout=timeout, with_weights=True)
@@ -312,6 +316,7 @@ class LoadedWorker:
             num_redundant=parallel.num_redundant_experts,
             balance_interval=parallel.eplb_step_interval if parallel.enable_eplb else None,
             keeps_ids=config.model.enable_return_routed_experts,
+            gets_experts=self._gets_experts,
         )
 
 

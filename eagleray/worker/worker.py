@@ -35,6 +35,7 @@ from eagleray.messages.steps import (
     CallExtension,
     ExtensionReturned,
     GrammarPrepared,
+    GroupJoined,
     JoinGroup,
     LoadModel,
     LoadNullModel,
@@ -59,7 +60,7 @@ from eagleray.messages.steps import (
 )
 from eagleray.messages.weight_transfer import PollTransfer, TransferCall, TransferReply
 from eagleray.messages.workers import EngineOpened, GroupOpened, Topology
-from eagleray.parallel.mesh import Mesh
+from eagleray.parallel.mesh import EnginePosition, Mesh
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.process.host_memory import host_free_bytes
 from eagleray.transport.message_queue_peer import MessageQueuePeer
@@ -208,17 +209,17 @@ class Worker:
                 return state.write_adapter(body)
             case ServingWorker(), PrepareGrammar(grammar):
                 return state.prepare_grammar(grammar)
-            case ServingWorker(), OpenGroup("expert", epoch):
-                return state.open_expert_group(epoch)
-            case ServingWorker(), JoinGroup("expert", epoch, members):
-                state.join_expert_group(epoch, members)
+            case ServingWorker(), OpenGroup("expert", epoch, ranks):
+                return state.open_expert_group(epoch, self._position(ranks))
+            case ServingWorker(), JoinGroup("expert", epoch, members, leaving):
+                return state.join_expert_group(epoch, members, leaving)
             case WorkerSetup(), OpenGroup("engine"):
                 self._state = opened = OpenedWorker(state)
                 return opened.opened
             case OpenedWorker(), JoinGroup("engine", _, [engine]):
                 self._state = state.join(engine.opened)
-            case JoinedWorker(), LoadModel():
-                self._state = loaded = LoadedWorker(state)
+            case JoinedWorker(), LoadModel(expert_group_size):
+                self._state = loaded = LoadedWorker(state, expert_group_size)
                 return loaded.describe()
             case LoadedWorker(), MeasureMemory(max_num_batched_tokens):
                 return MemoryMeasured(state.available_bytes(max_num_batched_tokens))
@@ -229,6 +230,12 @@ class Worker:
             case _:
                 raise RuntimeError(f"{type(body).__name__} is not a call for the state {type(state).__name__}")
         return CallDone()
+
+
+    def _position(self, ranks: list[int] | None) -> EnginePosition | None:
+        """Return the position of the engine among those of these data-parallel ranks."""
+        rank = self._setup.worker.engine.rank
+        return None if ranks is None else EnginePosition(rank=sorted(ranks).index(rank), size=len(ranks))
 
 
 class ServingWorker:
@@ -326,22 +333,31 @@ class ServingWorker:
             while not self.is_done(step):
                 time.sleep(DEVICE_POLL_SECONDS)
 
-    def open_expert_group(self, epoch: int) -> GroupOpened:
+    def open_expert_group(self, epoch: int, engines: EnginePosition | None) -> GroupOpened:
         self._broken = f"the group of epoch {epoch} that shares the experts is not joined yet"
-        return self._groups.experts.open(epoch)
+        return self._groups.experts.open(epoch, engines)
 
-    def join_expert_group(self, epoch: int, members: list[EngineOpened]) -> None:
-        """Join the group of the opened epoch. If a member has exited by now, the next step reports it."""
+    def join_expert_group(self, epoch: int, members: list[EngineOpened], leaving: list[int]) -> GroupJoined:
+        """Join the group of the opened epoch, and exchange experts with the other ranks. The group may break meanwhile,
+        because a member exits."""
         stage = [
             msgspec.structs.replace(member, opened=[member.opened[rank] for rank in self._tp_ranks])
             for member in members
         ]
         self._groups.experts.join(epoch, stage, timeout=JOIN_TIMEOUT_SECONDS)
+        num_workers = len(self._tp_ranks)
+        left = [
+            position * num_workers + worker
+            for position, rank in enumerate(sorted(member.rank for member in members))
+            if rank in leaving
+            for worker in range(num_workers)
+        ]
         try:
-            self._model.on_group_formed()
+            self._model.on_group_formed(leaving=left, has_memory=self._memory.has_weights)
             self._broken = None
         except ExpertGroupBroken as error:
             self._broken = str(error)
+        return GroupJoined(self._broken)
 
     def read_expert_load(self) -> WorkerExpertLoad:
         """Return the tokens that each expert has had, or an empty array if this rank reports none."""
@@ -380,6 +396,8 @@ class ServingWorker:
             self._memory.wake_up(tags)
         except ConfigError as error:
             return WorkerWoke(Failure.of(error))
+        if self._memory.has_weights:
+            self._model.read_missing_experts()
         if self._memory.is_awake:
             self._prefaulter.close()
             self._prefaulter = CachePrefaulter(self._cache, self._runner)

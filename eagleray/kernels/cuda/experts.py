@@ -133,7 +133,7 @@ def _linears(weights: Sequence[LinearWeight]) -> list[CudaLinear]:
 def _stack(linears: Sequence[CudaLinear]) -> tuple[Weight, Tensor | None]:
     """Return the weights [slots, out_features, in_features] and biases [slots, out_features] of all slots."""
     stacked = linears[0].stack
-    if stacked is not None and all(linear.stack is stacked for linear in linears):
+    if stacked is not None and stacked[0].shape[0] == len(linears) and all(it.stack is stacked for it in linears):
         return stacked
     weight = stack_weights([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]

@@ -3,19 +3,21 @@ rank.
 
 An expert slot is a place for one expert's weights. Every rank has the same number of them; expert slot s is one of rank
 s // slots_per_rank. Every expert has at least one; the others hold copies of experts with much load, which is divided
-equally over the copies. Driven by `rebalance`.
+equally over the copies. When the group has other ranks than before, the experts are placed anew: they stay where they
+are if there is room, and ranks that are about to leave the group keep none. Driven by `rebalance`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from eagleray.kernels.expert_slots import Slots
+from eagleray.kernels.expert_slots import ABSENT, Slots
 
 WORTHWHILE = 0.95
 """Experts are moved only if the load of the most loaded rank falls at least to this fraction of its current value."""
@@ -72,6 +74,81 @@ def find_moves(old: Slots, new: Slots) -> list[Move]:
         needed.append(Move(expert, copies[0], target))
         copies.append(copies.pop(0))
     return needed
+
+
+def place_anew(present: Slots, load: npt.ArrayLike, slots_per_rank: int, *, leaving: Collection[int] = ()) -> Slots:
+    """Return expert slots [num_ranks x slots_per_rank] for ranks that have the experts `present` [num_ranks, any], -1
+    for an empty slot. `load` [num_experts] is that of the experts so far. Ranks in `leaving` get no experts.
+
+    Experts stay in the slots that their rank keeps. Those that are in no slot then come into the empty slots, the
+    heaviest first, each onto the rank with the least load; without empty slots they replace copies. Slots that are
+    still empty get copies of the experts with the most load per copy.
+    """
+    weights = np.asarray(load, np.float64)
+    num_ranks, num_experts = len(present), len(weights)
+    slots = np.full((num_ranks, slots_per_rank), ABSENT)
+    kept = present[:, :slots_per_rank]
+    slots[:, : kept.shape[1]] = kept
+    stays = np.array([rank not in leaving for rank in range(num_ranks)])
+    slots[~stays] = ABSENT
+    copies = np.bincount(slots[slots != ABSENT], minlength=num_experts)
+    missing = [int(expert) for expert in np.argsort(-weights, kind="stable") if copies[expert] == 0]
+    _make_slots_free(slots, copies, len(missing) - int((slots[stays] == ABSENT).sum()))
+
+    def put(expert: int, rank: int) -> None:
+        slots[rank, slots[rank].tolist().index(ABSENT)] = expert
+        copies[expert] += 1
+
+    def find_room() -> int | None:
+        """Return the rank with the least load among those with empty slots, or None."""
+        is_empty = slots == ABSENT
+        loads = np.where(is_empty, 0.0, _load_per_copy(weights, copies)[slots]).sum(axis=1)
+        num_empty = is_empty.sum(axis=1)
+        able = np.flatnonzero(stays & (num_empty > 0)).tolist()
+        return min(able, key=lambda rank: (loads[rank], -num_empty[rank], rank), default=None)
+
+    for expert in missing:
+        assert (rank := find_room()) is not None
+        put(expert, rank)
+    while (rank := find_room()) is not None:
+        others = set(range(num_experts)).difference(slots[rank].tolist())
+        assert others, "a rank has no more slots than there are experts"
+        put(max(others, key=lambda it: (weights[it] / copies[it], -copies[it], -it)), rank)
+    return slots.reshape(-1)
+
+
+def find_sources(present: Slots, slots: Slots) -> tuple[list[Move], list[int]]:
+    """Return the copies that fill `slots` [num_ranks x slots_per_rank] of ranks that have the experts `present`
+    [num_ranks, width], and the slots whose experts no rank has. A source counts `width` slots for each rank. A rank
+    that has the expert itself is its own source, else the ranks that have it take turns."""
+    (num_ranks, width), slots_per_rank = present.shape, len(slots) // len(present)
+    sources: dict[int, list[int]] = {}
+    for source, expert in enumerate(present.reshape(-1).tolist()):
+        sources.setdefault(expert, []).append(source)
+    moves: list[Move] = []
+    lost: list[int] = []
+    for target, expert in enumerate(slots.tolist()):
+        rank, slot = divmod(target, slots_per_rank)
+        if expert == ABSENT or (slot < width and present[rank, slot] == expert):
+            continue
+        if not (copies := sources.get(expert)):
+            lost.append(target)
+            continue
+        own = [source for source in copies if source // width == rank]
+        moves.append(Move(expert, (own or copies)[0], target))
+        copies.append(copies.pop(0))
+    return moves, lost
+
+
+def _make_slots_free(slots: Slots, copies: npt.NDArray[np.int64], count: int) -> None:
+    """Empty `count` slots whose experts have other copies, beginning with the last."""
+    flat = slots.reshape(-1)  # a view
+    for slot in reversed(range(len(flat))):
+        if count > 0 and flat[slot] != ABSENT and copies[flat[slot]] > 1:
+            copies[flat[slot]] -= 1
+            flat[slot] = ABSENT
+            count -= 1
+    assert count <= 0, "there are no fewer slots than experts"
 
 
 def _load_per_copy(load: npt.NDArray[np.float64], copies: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.backend import ComputeExperts, ExpertProducts, HiddenStates, KernelBackend, OperationWithWeights
-from eagleray.kernels.expert_slots import LayerExpertSlots
+from eagleray.kernels.expert_slots import ABSENT, LayerExpertSlots
 from eagleray.kernels.params import RouterParams
 from eagleray.models.layers.layer import Layer, WeightGroup
 from eagleray.models.layers.linear import linear, partial_linear
@@ -65,29 +65,48 @@ class MoeBlock(Layer):
             self._correction_bias = _correction_bias(f"{name}.gate.e_score_correction_bias", moe.num_experts)
         self._shared = shared
         self._router_params: RouterParams = moe.router
+        self._made: list[Expert] = []
+        """The experts in this rank's slots."""
         self._products: ExpertProducts | None = None
         self._experts: ComputeExperts | None = None
 
     def load(self, weights: Weights, kernels: KernelBackend) -> None:
         super().load(weights, kernels)
-        experts: list[Expert] = [self.expert(expert).make(weights, kernels) for expert in self.local_experts]
-        gate_up, down = [first for first, _ in experts], [last for _, last in experts]
-        self._products = kernels.expert_products(gate_up, down)
+        if ABSENT not in self.local_experts:  # else `resize` makes them
+            self._set_experts([self.expert(expert).make(weights, kernels) for expert in self.local_experts])
         if self._correction_bias is not None:
             self._router_params = replace(self._router_params, correction_bias=self._correction_bias.operation)
+        if self._layout.dispatcher is not None:
+            return  # `_exchange` routes the tokens
         self._experts = kernels.experts(
             self._router_params,
-            gate_up,
-            down,
+            [first for first, _ in self._made],
+            [last for _, last in self._made],
             slots=None if self.slots is None else self.slots.local_map,
             trace=self._layout.trace,
             layer=self.moe_index,
         )
 
+    def resize(self, num_slots: int, weights: Weights) -> None:
+        """Change the number of this rank's expert slots. Added slots are empty; the `weights` that their memory gets do
+        not matter."""
+        slots, num_added = self.slots, num_slots - len(self._made)
+        assert slots is not None
+        if num_added == 0:
+            return
+        kept = self._made[:num_slots]
+        slots.local_experts = [*slots.local_experts[: len(kept)], *[ABSENT] * num_added]
+        self._set_experts([*kept, *(self.expert(0).make(weights, self._kernels) for _ in range(num_added))])
+
+    def _set_experts(self, experts: list[Expert]) -> None:
+        self._made = experts
+        self._products = self._kernels.expert_products([first for first, _ in experts], [last for _, last in experts])
+
     def groups(self) -> Iterator[WeightGroup]:
         yield from super().groups()
         for expert in self.local_experts:
-            yield PlacedExpert(self, expert)
+            if expert != ABSENT:
+                yield PlacedExpert(self, expert)
 
     def storage(self) -> Iterator[Tensor]:
         yield from super().storage()
@@ -114,7 +133,7 @@ class MoeBlock(Layer):
 
     @property
     def local_experts(self) -> Sequence[int]:
-        """The experts that this rank has, by expert slot."""
+        """The experts that this rank has, by expert slot; -1 for an empty one."""
         return range(self._num_experts) if self.slots is None else self.slots.local_experts
 
     @property

@@ -10,10 +10,11 @@ tensor-parallel ranks, its slice of them (`sequence_parallel`). Then `dispatcher
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from eagleray.kernels.expert_slots import LayerExpertSlots
+from eagleray.kernels.expert_slots import ABSENT, LayerExpertSlots, Slots
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.moe.expert_placement import initial_slots
@@ -31,11 +32,14 @@ class ExpertOptions:
     dispatch: Literal["all-reduce", "all-gather", "all-to-all"] | None = None
     """None: no expert parallelism."""
     num_redundant: int = 0
-    """Expert slots beyond one for each expert, on all ranks together."""
+    """Expert slots beyond one for each expert, on all ranks together. There may be more, so that all ranks have equally
+    many."""
     balance_interval: int | None = None
     """Number of steps after which experts are moved if they are not balanced; None: they stay where they are."""
     keeps_ids: bool = False
     """Whether requests may ask for the experts that computed each token."""
+    gets_experts: bool = False
+    """Whether this rank loads no experts, because it gets them when its group is formed."""
 
 
 class ExpertLayout:
@@ -69,22 +73,31 @@ class ExpertLayout:
         self.spans_engines = self.dispatcher is not None and self.group.spans_engines
         self.token_counts = [0] * self.group.size
         """Tokens of each rank of `group` in this step; changed in place."""
+        self._num_redundant = options.num_redundant
         self._slots: list[LayerExpertSlots] = []
         if self.is_divided:
-            num_slots = moe.num_experts + options.num_redundant
-            self._slots = [
-                LayerExpertSlots(
-                    initial_slots(moe.num_experts, num_slots),
-                    num_experts=moe.num_experts,
-                    rank=self.group.rank,
-                    num_ranks=self.group.size,
-                )
-                for _ in self.layers
-            ]
+            per_rank = self.slots_per_rank(self.group.size)
+            self.set_slots([initial_slots(moe.num_experts, per_rank * self.group.size)] * len(self.layers))
+        if options.gets_experts:
+            for slots in self._slots:
+                slots.local_experts = [ABSENT] * slots.slots_per_rank
 
     def moe_index(self, index: int) -> int:
         """Return the index in `layers` of the layer `index`."""
         return self.layers.index(index)
+
+    def slots_per_rank(self, num_ranks: int) -> int:
+        """Return the number of expert slots of each rank, if `num_ranks` ranks have all experts and the redundant ones.
+        It is rounded up. A rank has no expert twice."""
+        return min(-(-(self.num_experts + self._num_redundant) // num_ranks), self.num_experts)
+
+    def set_slots(self, slots: Sequence[Slots]) -> None:
+        """Set the experts in the slots of all ranks of the group, [num_slots] for each layer."""
+        rank, num_ranks = self.group.rank, self.group.size
+        self._slots = [
+            LayerExpertSlots(experts, num_experts=self.num_experts, rank=rank, num_ranks=num_ranks) for experts in slots
+        ]
+        self.token_counts[:] = [0] * num_ranks
 
     def slots(self, index: int) -> LayerExpertSlots | None:
         """Return the expert slots of the layer `index`, or None if every rank has a shard of every expert."""

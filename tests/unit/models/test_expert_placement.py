@@ -9,7 +9,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.models.moe.expert_placement import WORTHWHILE, balance, find_moves, initial_slots, rank_loads
+from eagleray.kernels.expert_slots import ABSENT
+from eagleray.models.moe.expert_placement import (
+    WORTHWHILE,
+    balance,
+    find_moves,
+    find_sources,
+    initial_slots,
+    place_anew,
+    rank_loads,
+)
 
 LOAD = st.integers(0, 5) | st.integers(0, 10**6)
 
@@ -113,3 +122,48 @@ def test_find_moves_turn_old_into_new_slots(layer, seed):
 def test_find_moves_copies_take_turns_as_sources():
     old, new = np.array([0, 1, 0, 2, 3, 4]), np.array([0, 1, 0, 0, 0, 4])
     assert [(move.source, move.target) for move in find_moves(old, new)] == [(0, 3), (2, 4)]
+
+
+@given(st.data())
+def test_place_anew_any_ranks_keeps_experts_in_place_and_fills_every_slot(data):
+    num_experts, num_ranks = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 5))
+    leaving = data.draw(st.sets(st.integers(0, num_ranks - 1), max_size=num_ranks - 1))
+    num_staying = num_ranks - len(leaving)
+    least = -(-num_experts // num_staying)
+    per_rank = data.draw(st.integers(least, num_experts))
+    width = data.draw(st.integers(1, num_experts))
+    cell = st.integers(ABSENT, num_experts - 1)
+    row = st.lists(cell, min_size=width, max_size=width, unique_by=lambda it: it if it != ABSENT else object())
+    present = np.array(data.draw(st.lists(row, min_size=num_ranks, max_size=num_ranks)))
+    load = np.array(data.draw(st.lists(st.integers(0, 100), min_size=num_experts, max_size=num_experts)))
+    slots = place_anew(present, load, per_rank, leaving=leaving).reshape(num_ranks, per_rank)
+    assert np.array_equal(slots, place_anew(present, load, per_rank, leaving=leaving).reshape(num_ranks, per_rank))
+    staying = [rank for rank in range(num_ranks) if rank not in leaving]
+    assert (slots[sorted(leaving)] == ABSENT).all()
+    assert set(slots[staying].reshape(-1).tolist()) == set(range(num_experts))
+    assert all(len(set(slots[rank].tolist())) == per_rank for rank in staying), "no rank has an expert twice"
+    for rank in staying:
+        for slot, expert in enumerate(present[rank, :per_rank]):
+            copies = int((present[staying, :per_rank] == expert).sum())
+            assert expert in (slots[rank, slot], ABSENT) or copies > 1
+
+    moves, lost = find_sources(present, slots.reshape(-1))
+    filled = np.full_like(slots, ABSENT)
+    common = min(width, per_rank)
+    filled[staying, :common] = present[staying, :common]
+    flat = filled.reshape(-1)
+    for move in moves:
+        assert present.reshape(-1)[move.source] == move.expert
+        flat[move.target] = move.expert
+    for target in lost:
+        assert slots.reshape(-1)[target] not in present
+        flat[target] = slots.reshape(-1)[target]
+    assert np.array_equal(filled, slots)
+
+
+def test_place_anew_heavy_experts_are_spread_and_copied():
+    present = np.array([[0, 1, 2, 3], [4, 5, 6, 7]])
+    load = [0, 0, 10, 40, 0, 0, 10, 30]
+    third = np.array([[0, 1, 2, 3], [4, 5, 6, 7], [ABSENT] * 4])
+    assert place_anew(third, load, 3).tolist() == [0, 1, 2, 4, 5, 6, 3, 7, 2]
+    assert place_anew(present, load, 8, leaving=(0,)).tolist() == [ABSENT] * 8 + [4, 5, 6, 7, 3, 2, 0, 1]

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint
 from expert_ranks import join_experts, open_engines, run_engines
 from harness import random_prompt
-from hypothesis import given
-from hypothesis import strategies as st
 from model_runs import PagedRun, load
-from ranks import run_ranks, together, topology
+from ranks import DEADLINE, run_ranks, together, topology
 from safetensors.torch import load_file, save_file
 
+from eagleray.errors import ExpertGroupBroken
 from eagleray.kernels.torch.backend import TorchBackend
+from eagleray.messages.workers import EngineOpened
 from eagleray.models import registry
 from eagleray.models.base import Model
 from eagleray.models.moe.layout import ExpertOptions
-from eagleray.models.moe.rebalance import restore_missing
+from eagleray.models.moe.rebalance import Rebalancer
 from eagleray.parallel.groups import Groups
+from eagleray.parallel.mesh import EnginePosition
 
 NUM_LAYERS, NUM_EXPERTS = 3, 8
 INTERVAL = 2
@@ -200,13 +201,106 @@ def test_on_group_formed_replaced_engine_restores_lost_experts(skewed):
         ranks[0].close()
 
 
-@given(st.data())
-def test_restore_missing_replaces_copies(data):
-    num_experts = data.draw(st.integers(1, 12))
-    num_slots = num_experts + data.draw(st.integers(0, 12))
-    slots = np.array(data.draw(st.lists(st.integers(0, num_experts - 1), min_size=num_slots, max_size=num_slots)))
-    restored = restore_missing(slots, num_experts)
-    assert set(restored.tolist()) == set(range(num_experts))
-    changed = np.flatnonzero(restored != slots)
-    assert len(changed) == num_experts - len(set(slots.tolist()))
-    assert set(restored[changed].tolist()).isdisjoint(slots.tolist())
+@pytest.mark.parametrize("redundant", [0, 2])
+def test_on_group_formed_other_engines_experts_come_from_ranks_that_have_them(skewed, redundant, monkeypatch):
+    """2 engines, then 3, then one of the first two leaves, then one is left: no weight is read from the checkpoint
+    except for an engine that is killed in the middle of an exchange."""
+    whole = PagedRun(load(skewed))
+    whole.add("only", PROMPT)
+    expected = whole.run("only", 40)
+    num_read: list[int] = []
+    restore = Rebalancer._restore
+    monkeypatch.setattr(
+        Rebalancer, "_restore", lambda self, lost, **now: num_read.append(len(lost)) or restore(self, lost, **now)
+    )
+    engines = {rank: groups[0] for rank, groups in enumerate(open_engines(2))}
+    models: dict[int, Model] = {}
+    epochs = iter(range(1, 100))
+
+    def add(rank: int, *, size: int | None = None) -> None:
+        experts = replace(options("all-to-all", redundant=redundant, interval=None), gets_experts=size is not None)
+        if size is not None:
+            engines[rank] = open_engines(2)[1][0]
+            engines[rank].experts.set_position(EnginePosition(size=size))
+        models[rank] = load(skewed, groups=engines[rank], experts=experts)
+
+    def form(*ranks: int, leaving: tuple[int, ...] = (), breaks_at: int | None = None) -> list[list[list[int]]]:
+        """Form a group and return the experts of each rank by layer. The last one exits in the layer `breaks_at`."""
+        epoch = next(epochs)
+        members = [
+            EngineOpened(
+                rank=rank,
+                topology=topology(),
+                opened=[engines[rank].experts.open(epoch, EnginePosition(rank=ranks.index(rank), size=len(ranks)))],
+            )
+            for rank in ranks
+        ]
+        together([partial(engines[rank].experts.join, epoch, members, timeout=DEADLINE) for rank in ranks])
+        left = [ranks.index(rank) for rank in leaving]
+
+        def synchronize(rank: int) -> None:
+            if breaks_at is not None and rank == ranks[-1]:
+                exchange, count = models[rank].rebalancer._exchange, iter(range(100))
+
+                def exit_before(*args, **widths):
+                    if next(count) == breaks_at:
+                        engines[rank].close()
+                    exchange(*args, **widths)
+
+                models[rank].rebalancer._exchange = exit_before
+            if breaks_at is None:
+                models[rank].on_group_formed(leaving=left)
+            else:
+                with pytest.raises(ExpertGroupBroken):
+                    models[rank].on_group_formed(leaving=left)
+
+        together([partial(synchronize, rank) for rank in ranks])
+        return [own_experts(models[rank]) for rank in ranks]
+
+    def compute(rank: int, *ranks: int) -> torch.Tensor:
+        def step(each: int) -> list[torch.Tensor]:
+            run = PagedRun(models[each])
+            if each == rank:
+                run.add("only", PROMPT)
+            return list(run.step({"only": 40} if each == rank else {}).values())
+
+        found = together([partial(step, each) for each in ranks])
+        return found[ranks.index(rank)][0]
+
+    def check(experts: list[list[list[int]]], per_rank: int) -> None:
+        for layer in range(NUM_LAYERS):
+            of_ranks = [own[layer] for own in experts]
+            assert {expert for own in of_ranks for expert in own} == set(range(NUM_EXPERTS))
+            assert all(len(own) == len(set(own)) == per_rank for own in of_ranks)
+
+    add(0), add(1)
+    check(form(0, 1), (NUM_EXPERTS + redundant) // 2)
+    assert torch.equal(compute(0, 0, 1), expected)
+
+    add(2, size=3)
+    form(0, 1, 2, breaks_at=1)
+    check(form(0, 1), (NUM_EXPERTS + redundant) // 2)  # nothing of the first two is lost
+    assert torch.equal(compute(1, 0, 1), expected)
+    add(2, size=4)
+    check(form(0, 1, 2), -(-(NUM_EXPERTS + redundant) // 3))
+    assert torch.equal(compute(2, 0, 1, 2), expected)
+
+    staying = form(0, 1, 2, leaving=(0,))[1:]
+    assert torch.equal(compute(0, 0, 1, 2), expected), "the one that leaves still computes its requests"
+    check(staying, (NUM_EXPERTS + redundant) // 2)
+    assert form(1, 2) == staying
+    assert torch.equal(compute(2, 1, 2), expected)
+    form(1, 2, leaving=(1,))
+    check(form(2), NUM_EXPERTS)
+    assert torch.equal(compute(2, 2), expected)
+    assert sum(num_read) == 0
+
+    add(5, size=2)
+    form(2, 5)
+    engines[2].close()
+    add(2, size=2)
+    form(2, 5)
+    assert sum(num_read) == NUM_LAYERS * (NUM_EXPERTS // 2 - redundant // 2)
+    assert torch.equal(compute(5, 2, 5), expected)
+    for groups in engines.values():
+        groups.close()

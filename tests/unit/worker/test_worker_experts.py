@@ -22,6 +22,7 @@ from eagleray.messages.steps import (
     AllocateCache,
     Call,
     CallDone,
+    GroupJoined,
     JoinGroup,
     LoadModel,
     ModelLoaded,
@@ -100,7 +101,7 @@ class Engine:
         return EngineOpened(rank=self.rank, topology=WHERE, opened=[opened])
 
     def join(self, epoch: int, members: list[EngineOpened]) -> None:
-        assert isinstance(self.call(JoinGroup("expert", epoch, members)), CallDone)
+        assert isinstance(self.call(JoinGroup("expert", epoch, members)), GroupJoined)
 
     def step(self, **fields) -> StepResult | StepBroken:
         self._num_steps += 1
