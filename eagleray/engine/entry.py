@@ -36,7 +36,7 @@ from eagleray.identity import SUPERVISOR
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Ended, Failure
-from eagleray.messages.lifecycle import Attach, EngineSpec, EngineStarted, MemberToSupervisor
+from eagleray.messages.lifecycle import Attach, EngineLoaded, EngineSpec, EngineStarted, MemberToSupervisor
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.waves import EngineToEngine
 from eagleray.messages.wires import ENGINE_INBOX, ENGINE_OUTBOX
@@ -128,7 +128,13 @@ class Engine:
             spec.engine, spec.config, runtime_dir=self._runtime_dir, ray=spec.ray, on_lost=report_error
         )
         exit_stack.callback(executor.close)
-        started = start_engine(spec.config, executor, deadline=deadline, in_placement_group=in_placement_group)
+        started = start_engine(
+            spec.config,
+            executor,
+            deadline=deadline,
+            in_placement_group=in_placement_group,
+            expert_group_size=spec.expert_group_size,
+        )
         watchdog = Watchdog(lambda: started.core.awaited, on_hang=lambda error: self._exit_hung(error, report_error))
         exit_stack.callback(watchdog.close)
         started_message = EngineStarted(spec.engine, started.info)
@@ -146,8 +152,7 @@ class Engine:
         for member in attach.members:
             loop.join(member)
         freeze_gc()
-        if group_member is None:
-            self._outbox.send(SUPERVISOR, started_message)
+        self._outbox.send(SUPERVISOR, started_message if group_member is None else EngineLoaded(spec.engine))
         loop.run()
 
     def _expert_group_member(self, started: StartedEngine, started_message: EngineStarted) -> ExpertGroupMember | None:

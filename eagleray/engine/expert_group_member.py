@@ -1,11 +1,12 @@
 """Membership of an engine in an expert group: forming the group, leaving it when it breaks, forming the next one.
 
-A group has an epoch. The supervisor sends the epoch to open and the engines that are still missing; this engine's
-workers open, and the engine reports it; when all have, the supervisor sends the members, the workers join them, and
-from then on the engines step together (`waves`). When an engine of the group exits, a step breaks, or the supervisor
-opens the next epoch: then the steps in flight are dropped and planned anew, nothing else is lost, and the next group is
-formed in the same way. Until then this engine takes no steps; its loop still reads the inbox, so that requests are
-queued and can be aborted.
+A group has an epoch. The supervisor sends the epoch to open, its engines, and those that are still missing; this
+engine's workers open, and the engine reports it; when all have, the supervisor sends the members, the workers join them
+and exchange experts, and from then on the engines step together (`waves`). When an engine of the group exits, a step
+breaks, which this engine reports, or the supervisor opens the next epoch. It also does when engines are added or
+removed. Then the steps in flight are dropped and planned anew, nothing else is lost, and the next group is formed in
+the same way. Until then this engine takes no steps; its loop still reads the inbox, so that requests are queued and can
+be aborted.
 
 Driven by the engine loop.
 """
@@ -21,8 +22,15 @@ from eagleray.engine.waves import Waves
 from eagleray.errors import DeadlineExceeded, ExpertGroupBroken
 from eagleray.identity import SUPERVISOR, EngineId
 from eagleray.log import get_logger
-from eagleray.messages.lifecycle import EngineStarted, ExpertsFormed, ExpertsOpened, OpenExperts
-from eagleray.messages.steps import CallDone, JoinGroup, OpenGroup
+from eagleray.messages.lifecycle import (
+    EngineStarted,
+    ExpertsBroken,
+    ExpertsFormed,
+    ExpertsJoined,
+    ExpertsOpened,
+    OpenExperts,
+)
+from eagleray.messages.steps import GroupJoined, JoinGroup, OpenGroup
 from eagleray.messages.waves import WaveStarted
 from eagleray.messages.workers import EngineOpened, GroupOpened
 from eagleray.scheduler.request import AddressedChunk
@@ -60,6 +68,8 @@ class ExpertGroupMember:
         self._others: list[EngineId] = []
         """Engines whose group this one has joined."""
         self._is_formed = False
+        self._ranks: list[int] = []
+        """Ranks of the engines of the epoch."""
         self._missing: list[int] = []
         self._waits_since = self._updated_at = time.monotonic()
 
@@ -81,14 +91,15 @@ class ExpertGroupMember:
         try:
             return self._core.step(send_early)
         except ExpertGroupBroken:
-            self._open(self._epoch + 1)
+            logger.info("%s: another engine left its expert group: waiting for the next group", self._engine.label)
+            self._report_broken()
             return []
 
     def handle(self, message: OpenExperts | ExpertsFormed | WaveStarted) -> None:
         match message:
-            case OpenExperts(epoch, missing):
+            case OpenExperts(epoch, ranks, missing):
                 if epoch > self._epoch:
-                    self._open(epoch)
+                    self._open(epoch, ranks)
                 self._missing, self._updated_at = missing, time.monotonic()
             case ExpertsFormed(epoch):
                 if epoch == self._epoch and not self._is_formed:
@@ -96,24 +107,31 @@ class ExpertGroupMember:
             case WaveStarted(_, epoch, wave):
                 self._waves.on_wave_started(epoch, wave)
 
-    def _open(self, epoch: int) -> None:
+    def _open(self, epoch: int, ranks: list[int]) -> None:
         """Leave the group of an earlier epoch, even in the middle of a step, and open the next epoch."""
-        if self._is_formed or self._epoch == 0:
+        if self._epoch == 0:
             self._waits_since = time.monotonic()
         if self._is_formed:
-            logger.info("%s: an engine of its expert group exited: waiting for the replacement", self._engine.label)
+            logger.info("%s: its expert group is formed anew, of the engines %s", self._engine.label, ranks)
         self._leave()
-        self._epoch = epoch
+        self._epoch, self._ranks = epoch, ranks
         executor = self._core.executor
         try:
-            opened = executor.call(OpenGroup("expert", epoch), GroupOpened, timeout=self._leave_seconds)
+            opened = executor.call(OpenGroup("expert", epoch, ranks), GroupOpened, timeout=self._leave_seconds)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"workers do not leave the group of an exited engine: {error}") from error
         self._updated_at = time.monotonic()
         where = EngineOpened(rank=self._engine.rank, topology=executor.topology, opened=opened)
         self._outbox.send(SUPERVISOR, ExpertsOpened(self._engine, epoch, where))
 
+    def _report_broken(self) -> None:
+        self._leave()
+        self._updated_at = time.monotonic()
+        self._outbox.send(SUPERVISOR, ExpertsBroken(self._engine, self._epoch))
+
     def _leave(self) -> None:
+        if self._is_formed:
+            self._waits_since = time.monotonic()
         self._is_formed = False
         for other in self._others:
             self._outbox.disconnect(other)
@@ -121,9 +139,12 @@ class ExpertGroupMember:
         self._core.drop_steps()
 
     def _join(self, formed: ExpertsFormed) -> None:
-        """Join the members. If one of them has exited meanwhile, the first step fails."""
-        call = JoinGroup("expert", formed.epoch, formed.members)
-        self._core.executor.call(call, CallDone, timeout=self._join_seconds)
+        """Join the members, unless one of them exits meanwhile."""
+        call = JoinGroup("expert", formed.epoch, formed.members, formed.leaving)
+        joined_workers = self._core.executor.call(call, GroupJoined, timeout=self._join_seconds)
+        if any(worker.broken is not None for worker in joined_workers):
+            self._report_broken()
+            return
         for joined in formed.engines:
             if isinstance(joined.member, EngineId) and joined.member != self._engine:
                 self._outbox.connect(joined.member, joined.address)
@@ -131,14 +152,17 @@ class ExpertGroupMember:
         self._waves.form(formed.epoch)
         self._is_formed = True
         seconds = time.monotonic() - self._waits_since
-        names = ", ".join(other.label for other in self._others)
-        logger.info("expert group formed with %s (epoch %d, after %.1f s)", names, formed.epoch, seconds)
+        names = ", ".join(other.label for other in self._others) or "no other engine"
+        logger.info("expert group formed with %s (epoch %d, after %.2f s)", names, formed.epoch, seconds)
+        self._outbox.send(SUPERVISOR, ExpertsJoined(self._engine, formed.epoch))
         if self._started is not None:
             self._outbox.send(SUPERVISOR, self._started)
             self._started = None
 
     def _check_missing_engines(self) -> None:
         now = time.monotonic()
+        if self._epoch == 0:  # the supervisor decides when an added engine joins the group
+            return
         if now - self._updated_at > self._missing_seconds:
             awaited = f"engine {', '.join(map(str, self._missing))}" if self._missing else "the supervisor"
             raise DeadlineExceeded(

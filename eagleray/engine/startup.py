@@ -51,10 +51,15 @@ class StartedEngine:
 
 
 def start_engine(
-    config: Config, executor: Executor, *, deadline: float, in_placement_group: bool = False
+    config: Config,
+    executor: Executor,
+    *,
+    deadline: float,
+    in_placement_group: bool = False,
+    expert_group_size: int | None = None,
 ) -> StartedEngine:
     """Start an engine. `deadline` is a time of the monotonic clock; `in_placement_group`: this program runs in a
-    placement group of Ray.
+    placement group of Ray; `expert_group_size`: see `EngineSpec`.
 
     Raises `CheckpointError` or `ConfigError` for mistakes of the user, `WorkerFailed` or `WorkerLost` for failures.
     """
@@ -64,7 +69,7 @@ def start_engine(
 
     opened = call(OpenGroup("engine"), GroupOpened)
     call(JoinGroup("engine", 0, [EngineOpened(rank=0, topology=executor.topology, opened=opened)]), CallDone)
-    loaded = call(LoadModel(), ModelLoaded)
+    loaded = call(LoadModel(expert_group_size), ModelLoaded)
     check_kernels(loaded)
     routing = _routing(config, loaded)
     # Small files. The workers may have fetched them to other nodes only.

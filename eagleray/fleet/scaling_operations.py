@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, TypeVar
 from eagleray.errors import DeadlineExceeded, EagleRayError, EngineFailed, InvalidRequest
 from eagleray.fleet import timeouts
 from eagleray.fleet.control.control_operation import Caller
+from eagleray.fleet.expert_rendezvous import ExpertRendezvous
 from eagleray.fleet.membership import Membership
 from eagleray.fleet.replica import Replica, Up
 from eagleray.fleet.turn import Turn
@@ -55,6 +56,13 @@ class Remove(NamedTuple):
     grace: float = 0.0
 
 
+class Regroup(NamedTuple):
+    """Form the expert group of the engines with these ranks. Those in `leaving` give their experts to the others."""
+
+    ranks: tuple[int, ...]
+    leaving: tuple[int, ...] = ()
+
+
 class RestartReplica(NamedTuple):
     """Replace the engine's process, with requests that still run on it moved."""
 
@@ -69,7 +77,7 @@ class Until(NamedTuple):
     reason: Callable[[], str]
 
 
-Step = StartReplica | Admit | Drain | Remove | RestartReplica | Until
+Step = StartReplica | Admit | Drain | Remove | Regroup | RestartReplica | Until
 Steps = Generator[Step, None, None]
 
 
@@ -109,7 +117,8 @@ class RolledBack(Exception):
 
 class FleetChanges:
     """`replicas`: the replicas of the fleet by key, which only `FleetState` changes. `shortage(num_added)` returns why
-    that many added engines find no room; None if there is room."""
+    that many added engines find no room; None if there is room. `rendezvous`: that of engines that share experts, which
+    only `FleetState` changes; `may_regroup` returns whether they may exchange experts now."""
 
     def __init__(
         self,
@@ -119,16 +128,22 @@ class FleetChanges:
         *,
         instance: str,
         shortage: Callable[[int], str | None],
+        rendezvous: ExpertRendezvous | None = None,
+        may_regroup: Callable[[], bool] = lambda: True,
     ) -> None:
         self._replicas = replicas
         self._membership = membership
         self._turn = turn
         self._instance = instance
         self._shortage = shortage
+        self._rendezvous = rendezvous
+        self._may_regroup = may_regroup
         self.held: dict[EngineId, EngineId | None] = {}
         """Engines that are held back from clients, by replica key: the incarnation that is ready, or None."""
         self.undrained: dict[EngineId, set[ClientId]] = {}
         """Engines that drain: the clients with requests on them."""
+        self._loaded: set[EngineId] = set()
+        """Keys of engines that are held back and can join the expert group."""
         self._failures: dict[EngineId, EagleRayError] = {}
         """Errors of engines that were added and are given up."""
 
@@ -141,6 +156,11 @@ class FleetChanges:
         self.held[key] = engine
         return True
 
+    def on_loaded(self, engine: EngineId) -> None:
+        """Record that an engine can join the expert group."""
+        if (key := replica_key(engine)) in self.held:
+            self._loaded.add(key)
+
     def on_ended(self, engine: EngineId, error: EagleRayError | None) -> bool:
         """Handle the exit of an engine. `error`: why it is given up; None if a replacement follows. Returns whether
         clients do not know the engine."""
@@ -149,6 +169,7 @@ class FleetChanges:
         if key not in self.held:
             return False
         self.held[key] = None
+        self._loaded.discard(key)
         if error is not None:
             self._failures[key] = error
         return True
@@ -176,10 +197,12 @@ class FleetChanges:
     def remove_held(self, error: EagleRayError) -> Steps:
         """Remove the engines that a failed operation has added. Raises `RolledBack` when they are gone."""
         held = list(self.held)
+        yield from self._hand_over(held)
         for key in held:
             if key in self._replicas:
                 yield Remove(key, "the operation that added it failed")
         self.held.clear()
+        self._loaded.clear()
         self._failures.clear()
         yield self._until_gone(held)
         raise RolledBack(error)
@@ -194,6 +217,7 @@ class FleetChanges:
         yield Admit(tuple(added))
         yield from self._drain(operation, removed, request.drain_timeout)
         operation.phase = "committing"
+        yield from self._hand_over(removed)
         for engine in removed:
             yield Remove(engine, "it was removed by scaling")
         for server in removed_servers:
@@ -215,16 +239,68 @@ class FleetChanges:
         seconds = timeouts.SCALE_START_ATTEMPTS * max(self._replicas[key].start_seconds for key in added)
         operation.deadline = self._turn.now + seconds
 
-        def are_ready() -> bool:
+        def check(holds: Callable[[], bool]) -> bool:
             for key in added:
                 if error := self._failures.get(key):
                     raise error
             if operation.deadline is not None and self._turn.now >= operation.deadline:
                 raise DeadlineExceeded(f"{_labels(self._unready(added))} did not start within {seconds:.0f} s")
+            return holds()
+
+        def are_ready() -> bool:
             return not self._unready(added)
 
-        yield Until(are_ready, lambda: f"{_labels(self._unready(added))} must start")
+        if self._rendezvous is not None:
+            yield from self._join_expert_group(operation, added, self._rendezvous, check)
+        yield Until(lambda: check(are_ready), lambda: f"{_labels(self._unready(added))} must start")
+        for key in added:
+            self._loaded.discard(key)
         operation.deadline = None
+
+    def _join_expert_group(
+        self,
+        operation: ScalingOperation,
+        added: Collection[EngineId],
+        group: ExpertRendezvous,
+        check: Callable[[Callable[[], bool]], bool],
+    ) -> Steps:
+        """Have the expert group formed with engines that have loaded, again if one of them exits meanwhile. The former
+        engines go on without it, with the experts that they had."""
+        ranks = {key.rank for key in added}
+
+        def unloaded() -> list[EngineId]:
+            return [key for key in added if key.rank not in group.ranks and key not in self._loaded]
+
+        def may_join() -> bool:
+            return not unloaded() and self._may_regroup()
+
+        def have_joined() -> bool:
+            return not self._unready(added) or not ranks.issubset(group.ranks)
+
+        while self._unready(added):
+            yield Until(lambda: check(may_join), lambda: _starting_or_changing(unloaded()))
+            operation.phase = "committing"
+            yield Regroup(tuple(sorted(ranks.union(group.ranks))))
+            yield Until(lambda: check(have_joined), lambda: f"{_labels(added)} must get experts")
+
+    def _hand_over(self, engines: Collection[EngineId]) -> Steps:
+        """Have the other engines of the expert group take over the experts of engines that leave."""
+        group = self._rendezvous
+        if group is None:
+            return
+
+        def leaving() -> tuple[int, ...]:
+            return tuple(key.rank for key in engines if key.rank in group.ranks)
+
+        if not leaving():
+            return
+        yield Until(self._may_regroup, lambda: _starting_or_changing([]))
+        yield Regroup(tuple(group.ranks), leaving())
+        yield Until(
+            lambda: group.is_settled or not leaving(), lambda: f"the experts of {_labels(engines)} must move to others"
+        )
+        if leaving():
+            yield Regroup(tuple(rank for rank in group.ranks if rank not in leaving()))
 
     def _restart(self, operation: ScalingOperation, request: RestartEngines) -> Steps:
         operation.phase = "committing"
@@ -323,6 +399,10 @@ class FleetChanges:
         added = list(itertools.islice(self._free_keys(EngineId), max(0, target - len(stay))))
         return added, [EngineId(self._instance, rank) for rank in sorted(named.union(stay[target:]))]
 
+    def adds_engines(self, request: Scale) -> bool:
+        """Whether a request adds engines. Raises `InvalidRequest` as `check` does."""
+        return bool(self._engine_changes(request)[0])
+
     def _free_keys(self, kind: Callable[[str, int], Key]) -> Iterator[Key]:
         """Return the keys without a replica and those whose replica was given up, except while its process exits."""
         for number in itertools.count():
@@ -352,6 +432,10 @@ class FleetChanges:
                     f"{request.num_api_servers} API servers were asked for: at least one must stay",
                     param="num_api_servers",
                 )
+
+
+def _starting_or_changing(starting: Collection[EngineId]) -> str:
+    return f"{_labels(starting)} must start" if starting else "a control call must end and memory must be awake"
 
 
 def _labels(members: Collection[MemberId]) -> str:

@@ -54,7 +54,16 @@ from eagleray.fleet.replica import Replica, Starting, Up
 from eagleray.fleet.replicas import Replicas
 from eagleray.fleet.restart_policy import EndInstance, GiveUp
 from eagleray.fleet.scaling import Scaling
-from eagleray.fleet.scaling_operations import Admit, Drain, FleetChanges, Remove, RestartReplica, StartReplica, Step
+from eagleray.fleet.scaling_operations import (
+    Admit,
+    Drain,
+    FleetChanges,
+    Regroup,
+    Remove,
+    RestartReplica,
+    StartReplica,
+    Step,
+)
 from eagleray.fleet.turn import (
     Action,
     BrokenConnectionTimer,
@@ -75,8 +84,10 @@ from eagleray.messages.lifecycle import (
     Alive,
     Bound,
     ClientStarted,
+    EngineLoaded,
     EngineStarted,
-    ExpertsFormed,
+    ExpertsBroken,
+    ExpertsJoined,
     ExpertsOpened,
     Knows,
     NodeDraining,
@@ -113,7 +124,18 @@ class FleetState:
         self._turn = Turn()
         self._membership = Membership(self._turn)
         self._replicas = Replicas(config, self._turn, self._membership)
-        self._changes = FleetChanges(self._replicas, self._membership, self._turn, instance=instance, shortage=shortage)
+        self._control = Control.of(config, instance)
+        self._rendezvous = ExpertRendezvous(local_ranks(config)) if expert_engines(config) > 1 else None
+        """None if engines do not share experts."""
+        self._changes = FleetChanges(
+            self._replicas,
+            self._membership,
+            self._turn,
+            instance=instance,
+            shortage=shortage,
+            rendezvous=self._rendezvous,
+            may_regroup=lambda: self._control.may_regroup,
+        )
         self._node_drain = NodeDrain(self._replicas, self._membership, self._changes)
         self._scaling = Scaling(self._changes, self._turn, instance=instance, forbidden=self._scaling_forbidden)
         self._autoscaler: Autoscaler | None = None
@@ -136,9 +158,6 @@ class FleetState:
         self._awaited_pair: tuple[ClientId, EngineId] | None = None
         """The first pair that is missing in `_known`; None while a member has not started."""
         self._external_clients = ExternalClients(instance, self._turn, self._membership)
-        self._rendezvous = ExpertRendezvous(local_ranks(config)) if expert_engines(config) > 1 else None
-        """None if engines do not share experts."""
-        self._control = Control.of(config, instance)
         self._infos: dict[EngineId, EngineInfo] = {}
         """Properties of engines that have started and not joined."""
         self._to_replace: list[tuple[EngineId, str]] = []
@@ -178,17 +197,26 @@ class FleetState:
         """The configuration of an engine that is spawned now. Its `data_parallel_size` covers the ranks of all engines
         that run or start, which divide the cores and the memory of their host by it."""
         parallel = self._config.parallel
-        if not self._is_whole_deployment or parallel.enable_expert_parallel:
+        if not self._is_whole_deployment:
             return self._config
         ranks = [member.rank for member in self._replicas.expected().values() if isinstance(member, EngineId)]
+        least = 1 if self._rendezvous is None else 2  # an engine of an expert group is never alone by its configuration
         parallel = msgspec.structs.replace(
             parallel,
-            data_parallel_size=max(ranks) + 1,
+            data_parallel_size=max(least, max(ranks) + 1),
             data_parallel_size_local=None,
             data_parallel_start_rank=None,
             data_parallel_rank=None,
         )
         return msgspec.structs.replace(self._config, parallel=parallel)
+
+    @property
+    def expert_group_size(self) -> int | None:
+        """See `EngineSpec`, for an engine that is spawned now."""
+        if self._rendezvous is None or not (self._rendezvous.has_changed or self._changes.held):
+            return None
+        added = (key.rank for key in self._changes.held)
+        return len({*self._rendezvous.ranks, *added}.difference(self._rendezvous.leaving))
 
     @property
     def _is_whole_deployment(self) -> bool:
@@ -242,8 +270,15 @@ class FleetState:
                 self._carry_out(self._control.call(event, now))
             case CommandDone():
                 self._carry_out(self._control.on_done(event, now))
+            case EngineLoaded(engine):
+                self._on_engine_loaded(engine)
             case ExpertsOpened():
                 self._on_experts_opened(event)
+            case ExpertsJoined(engine, epoch):
+                self._on_experts_joined(engine, epoch)
+            case ExpertsBroken(engine, epoch):
+                if self._rendezvous is not None and self._rendezvous.mark_broken(engine, epoch):
+                    self._send_rendezvous()
             case Knows(client, engine):
                 if not self.is_serving:
                     self._known.add((client, engine))
@@ -302,6 +337,10 @@ class FleetState:
             is_held = self._changes.on_ended(ended.member, failure)
             next_step = "the operation that added it fails" if is_held and failure is not None else next_step
         self._leave(left, is_known=not is_held)
+        is_needed = self._needs(ended.member)
+        if self._rendezvous is not None and isinstance(ended.member, EngineId):
+            self._rendezvous.remove(ended.member, returns=is_needed)
+            self._send_rendezvous()
         if ended.decision is None:
             return
         logger.warning("%s is gone: %s; %s", ended.member.label, ended.cause, next_step)
@@ -309,19 +348,22 @@ class FleetState:
             logger.warning("%s", ended.cause.traceback.rstrip())
         if is_held:
             return
-        if self._ends_instance(ended):
+        if self._ends_instance(ended, is_needed=is_needed):
             self._fail_instance(ended.as_exception())
             return
-        if self._rendezvous is not None and isinstance(ended.member, EngineId):
-            self._rendezvous.remove(ended.member)
-            self._send_rendezvous()
         self._check_serving()
 
-    def _ends_instance(self, ended: ProcessExit) -> bool:
+    def _needs(self, member: MemberId) -> bool:
+        """Whether other engines wait for the replacement of the member, because it shares experts with them. They do
+        not wait for one that clients do not know yet, or that is about to leave."""
+        if self._rendezvous is None or not isinstance(member, EngineId) or replica_key(member) in self._changes.held:
+            return False
+        return member.rank in self._rendezvous.ranks and member.rank not in self._rendezvous.leaving
+
+    def _ends_instance(self, ended: ProcessExit, *, is_needed: bool) -> bool:
         """Whether the instance cannot serve without the member: the last of its kind, or an engine that shares experts
         with the others."""
         if isinstance(ended.decision, GiveUp):
-            is_needed = self._rendezvous is not None and isinstance(ended.member, EngineId)
             known = (key for key in self._replicas.expected() if key not in self._changes.held)
             return is_needed or not any(type(key) is type(ended.member) for key in known)
         return isinstance(ended.decision, EndInstance)
@@ -348,7 +390,7 @@ class FleetState:
         if replica is None or replica.expected != member or member in self._membership:
             return
         self._attach(member, address, has_heartbeat=True)
-        if isinstance(member, EngineId):
+        if self._rendezvous is not None and isinstance(member, EngineId) and member.rank in self._rendezvous.ranks:
             self._send_rendezvous()
 
     def _set_up(self, member: MemberId) -> bool:
@@ -453,17 +495,30 @@ class FleetState:
             )
         if not isinstance(request, Scale) or (request.num_engines is None and not request.remove_ranks):
             return None
-        if self._config.parallel.enable_expert_parallel:
-            return InvalidRequest(
-                "engines that share experts (`enable_expert_parallel`) cannot be scaled yet: only their number at the "
-                "start counts",
-                param="num_engines",
-            )
+        if self._config.parallel.enable_expert_parallel and (error := self._regrouping_forbidden(request)) is not None:
+            return error
         if not self._is_whole_deployment:
             return InvalidRequest(
                 "the engines of this deployment are started by several programs (`data_parallel_rank`, "
                 "`data_parallel_start_rank` or `data_parallel_size_local`): start or stop one of the programs instead",
                 param="num_engines",
+            )
+        return None
+
+    def _regrouping_forbidden(self, request: Scale) -> EagleRayError | None:
+        """Return the reason why engines that share experts may not be added or removed now."""
+        if self._rendezvous is None:
+            return InvalidRequest(
+                "this engine has all experts (`enable_expert_parallel` with `data_parallel_size` 1), so others cannot "
+                "share them: start with `data_parallel_size` 2 or more, which can be scaled later",
+                param="num_engines",
+            )
+        if self._control.state.asleep:
+            return WrongState("engines that share experts cannot be scaled while memory sleeps: call wake_up first")
+        if self._control.state.update > 0 and self._changes.adds_engines(request):
+            return WrongState(
+                "the weights were updated since the start, and an added engine would read those of the checkpoint: "
+                "engines that share experts can only be removed now"
             )
         return None
 
@@ -496,6 +551,8 @@ class FleetState:
                 # Its connections cannot move, so requests get at least the time that they get when the server stops.
                 shutdown_timeout = self._config.serving.shutdown_timeout
                 self._stop_api_server(self._replicas.let_go(key), max(grace, shutdown_timeout))
+            case Regroup():
+                self._regroup(step)
             case RestartReplica(key, cause):
                 self._let_leave(self._replicas[key], cause, returns=True)
 
@@ -539,6 +596,24 @@ class FleetState:
 
     # The expert group
 
+    def _on_engine_loaded(self, engine: EngineId) -> None:
+        replica = self._replicas.of(engine)
+        if self._rendezvous is not None and replica is not None and engine in self._membership:
+            replica.wait_for_others()
+            self._changes.on_loaded(engine)
+
+    def _on_experts_joined(self, engine: EngineId, epoch: int) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.join(engine, epoch)
+            if self._rendezvous.is_settled:
+                self._carry_out(self._control.set_regrouping(False, self._turn.now))
+
+    def _regroup(self, step: Regroup) -> None:
+        assert self._rendezvous is not None
+        self._rendezvous.regroup(step.ranks, leaving=step.leaving)
+        self._carry_out(self._control.set_regrouping(True, self._turn.now))
+        self._send_rendezvous()
+
     def _on_experts_opened(self, message: ExpertsOpened) -> None:
         engine, replica = message.engine, self._replicas.of(message.engine)
         if self._rendezvous is None or replica is None or engine not in self._membership:
@@ -548,15 +623,15 @@ class FleetState:
             self._send_rendezvous()
 
     def _send_rendezvous(self) -> None:
-        """Send the state of the rendezvous to the engines: the ranks that it waits for, or the complete group."""
+        """Send the state of the rendezvous to its engines: the ranks that it waits for, or the complete group."""
         if (group := self._rendezvous) is None:
             return
+        members = [engine for engine in self._membership.engines if engine.rank in group.ranks]
         if group.is_complete:
             engines = [self._membership.joined_message(engine) for engine in group.engines]
-            formed = ExpertsFormed(group.epoch, engines, group.members)
-            self._turn.send(formed, *self._membership.engines)
+            self._turn.send(group.formed_message(engines), *members)
         else:
-            self._turn.send(group.open_message, *self._membership.engines)
+            self._turn.send(group.open_message, *members)
 
     # Time
 

@@ -334,6 +334,7 @@ class Supervisor:
                 runtime_dir,
                 ray=self._ray,
                 num_engines=self._state.num_engines,
+                expert_group_size=self._state.expert_group_size,
             )
             return self._engine_launcher.spawn(engine, on_message=self._post, on_exit=on_exit)
         assert self._listener_fd is not None

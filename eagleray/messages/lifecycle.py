@@ -5,9 +5,10 @@ a Ray actor, as the result of a call. The supervisor connects and sends `Attach`
 and replies with `EngineStarted` or `ClientStarted`. No address is published before it is bound. A process that fails
 sends `Ended` to its parent. A client that was not spawned sends `Register` and is attached then, see docs/wire.md.
 
-Engines that share experts have started when their expert group is formed: each is told to open for it (`OpenExperts`),
-replies with the addresses that the others need (`ExpertsOpened`), and joins when all have opened (`ExpertsFormed`).
-When one exits, the others repeat this with its replacement, for the next epoch.
+Engines that share experts have started when their expert group is formed. Each reports that it has loaded
+(`EngineLoaded`), is told to open for the group (`OpenExperts`), replies with the addresses that the others need
+(`ExpertsOpened`), joins when all have opened (`ExpertsFormed`), and reports that it has its experts (`ExpertsJoined`).
+When one exits, or engines are added or removed, all repeat this for the next epoch.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Ray context of the program that asked for the engine; None if it is outside of Ray."""
     num_engines: int | None = None
     """Number of engines that the instance is to have with this one; None: the configured number."""
+    expert_group_size: int | None = None
+    """Number of engines of the running expert group that the engine joins and that gives it its experts; None: it reads
+    the experts that belong to its rank at the start."""
 
 
 class ApiServerSpec(msgspec.Struct, frozen=True):
@@ -103,6 +107,8 @@ class OpenExperts(msgspec.Struct, frozen=True, tag=True):
     it has. Sent again whenever `missing` changes."""
 
     epoch: int
+    ranks: list[int]
+    """Ranks of all engines of the group."""
     missing: list[int]
     """Ranks of the engines that have not opened yet."""
 
@@ -115,6 +121,8 @@ class ExpertsFormed(msgspec.Struct, frozen=True, tag=True):
     """Identities and addresses of the engines, in order of rank."""
     members: list[EngineOpened]
     """Addresses that the engines' workers have opened, in the same order."""
+    leaving: list[int] = []
+    """Ranks of engines that are about to leave: the others take over their experts in this epoch."""
 
 
 SupervisorToEngine = SupervisorToMember | OpenExperts | ExpertsFormed
@@ -170,19 +178,37 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     member: MemberId
 
 
-class ExpertsOpened(msgspec.Struct, frozen=True, tag=True):
-    """An engine has opened for the expert group of this epoch.
+class EngineLoaded(msgspec.Struct, frozen=True, tag=True):
+    """An engine has loaded its model and can join an expert group."""
 
-    An epoch that the supervisor has not announced means that the engine found the group of the epoch before broken.
-    """
+    engine: EngineId
+
+
+class ExpertsOpened(msgspec.Struct, frozen=True, tag=True):
+    """An engine has opened for the expert group of this epoch."""
 
     engine: EngineId
     epoch: int
     opened: EngineOpened
 
 
+class ExpertsJoined(msgspec.Struct, frozen=True, tag=True):
+    """An engine has joined the expert group of this epoch, and has its experts."""
+
+    engine: EngineId
+    epoch: int
+
+
+class ExpertsBroken(msgspec.Struct, frozen=True, tag=True):
+    """An engine found the expert group of this epoch broken: another engine is gone, or a connection to it."""
+
+    engine: EngineId
+    epoch: int
+
+
 MemberToSupervisor = (
     EngineStarted
+    | EngineLoaded
     | ClientStarted
     | Knows
     | Unreachable
@@ -190,6 +216,8 @@ MemberToSupervisor = (
     | Register
     | Alive
     | ExpertsOpened
+    | ExpertsJoined
+    | ExpertsBroken
     | ControlCall
     | CommandDone
     | Drained

@@ -231,7 +231,6 @@ class Worker:
                 raise RuntimeError(f"{type(body).__name__} is not a call for the state {type(state).__name__}")
         return CallDone()
 
-
     def _position(self, ranks: list[int] | None) -> EnginePosition | None:
         """Return the position of the engine among those of these data-parallel ranks."""
         rank = self._setup.worker.engine.rank
@@ -310,7 +309,7 @@ class ServingWorker:
                 return self._runner.begin(plan)
             except ExpertGroupBroken as error:
                 self._broken = str(error)
-                logger.warning("%s was not completed: %s", plan.label, error)
+                logger.debug("%s was not completed: %s", plan.label, error)
         return StepBroken(step=plan.step, cause=self._broken)
 
     def is_done(self, step: UnfinishedStep) -> bool:

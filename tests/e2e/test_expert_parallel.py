@@ -10,14 +10,16 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from checkpoints import make_checkpoint
-from fleets import SECONDS, connect, label, metrics, stream_tokens, tokens, wait_until_whole
+from fleets import SECONDS, connect, incarnations, label, metrics, stream_tokens, tokens, wait_until_whole
 from harness import LocalEngine, random_prompt
-from serving import serve, wait_until_gone
+from serving import ServerProcess, serve, wait_until_gone
 
 from eagleray.messages.grammars import Grammar
 
@@ -166,6 +168,37 @@ def test_expert_group_metrics_report_expert_load(http, prompts):
         time.sleep(0.05)
 
 
+def test_expert_group_scaled_streams_are_unchanged(server, http, prompts, expected):
+    """A third engine is added, killed while it gets experts or soon after, and comes back; then the first one
+    leaves."""
+    wait_until_whole(http, 2)
+    with streams_on_all(http, prompts, expected):
+        begun = scale(http, data_parallel_size=3, operation_id="up", wait=False)
+        assert (begun["phase"], begun["participating_ranks"]) == ("preparing", [0, 1])
+        wait_for_log(server, "is formed anew, of the engines [0, 1, 2]")
+        os.kill(server.child("engine-2"), signal.SIGKILL)
+        assert scale(http, data_parallel_size=3, operation_id="up")["participating_ranks"] == [0, 1, 2]
+        assert incarnations(http)[2] == 1
+        found = tokens(http, prompts[3], {"X-data-parallel-rank": "2"}, max_tokens=20, temperature=0)
+        assert found == expected[3][:20]
+        assert scale(http, remove_ranks=[0])["participating_ranks"] == [1, 2]
+
+
+@pytest.mark.grid  # tests/unit/models/test_rebalance.py tests groups of one engine, and what is read again
+def test_expert_group_scaled_to_one_engine_and_back(server, http, prompts, expected):
+    there = wait_until_whole(http, 2)
+    (first, _), (last, incarnation) = there.items()
+    scale(http, data_parallel_size=3)
+    with stream(http, prompts[0], rank=first) as survivor:
+        got = next(survivor)
+        os.kill(server.child(label(last, incarnation)), signal.SIGKILL)
+        assert got + flat(survivor) == expected[0]
+    wait_until_whole(http, 3)
+    with streams_on_all(http, prompts, expected):
+        scale(http, data_parallel_size=1)
+        scale(http, data_parallel_size=2)
+
+
 @pytest.mark.grid  # tests/process has such groups
 @pytest.mark.parametrize("dispatch", ["all-gather", "all-to-all"])
 def test_expert_group_engines_with_several_workers_equal_one(checkpoint, prompts, expected, dispatch):
@@ -181,6 +214,40 @@ def test_expert_group_engines_with_several_workers_equal_one(checkpoint, prompts
             got += flat(events)
         assert got == expected[0]
         assert wait_until_whole(http, 2) == {0: there[0], 1: there[1] + 1}
+
+
+@contextlib.contextmanager
+def streams_on_all(http: httpx.Client, prompts: list[list[int]], expected: list[list[int]]) -> Iterator[None]:
+    """Keep streams running in the block, and check that each has all its tokens."""
+    has_ended = threading.Event()
+
+    def repeat(number: int) -> None:
+        while not has_ended.is_set():
+            with stream(http, prompts[number]) as events:
+                assert flat(events) == expected[number]
+
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(repeat, number) for number in range(4)]
+        try:
+            yield
+        finally:
+            has_ended.set()
+        for future in running:
+            future.result()
+
+
+def scale(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    response = http.post("/scale", json=fields)
+    assert response.status_code == (200 if fields.get("wait", True) else 202), response.text
+    status: dict[str, Any] = response.json()
+    return status
+
+
+def wait_for_log(server: ServerProcess, text: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while text not in server.log:
+        assert time.monotonic() < deadline, server.log
+        time.sleep(0.01)
 
 
 def random_load(

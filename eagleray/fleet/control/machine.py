@@ -74,6 +74,8 @@ class Control:
         """Time at which the open update is aborted unless the trainer calls; None without an open update."""
         self._current: ControlOperation | None = None
         self._queue: list[ControlOperation] = []
+        self._is_regrouping = False
+        """Whether engines exchange experts, which they have in memory that no call may change meanwhile."""
         self.deadline: float | None = None
         """Time of the next `pass_time`; None if no deadline is pending."""
         self._last_outcome: tuple[bytes, Answer] | None = None
@@ -90,6 +92,11 @@ class Control:
         transfer = self._instance.transfer
         is_connected = transfer is not None and transfer.is_collective and transfer.broken is None
         return self.state.open_update is not None or is_connected
+
+    @property
+    def may_regroup(self) -> bool:
+        """Whether engines may exchange experts: no call is executed, no weights change, and no memory sleeps."""
+        return self._current is None and not self.weights_are_changing and not self.state.asleep
 
     # Events.
 
@@ -117,6 +124,12 @@ class Control:
     def set_ranks(self, ranks: Iterable[int]) -> None:
         """Record that the instance has engines of these ranks from now on."""
         self._instance.set_ranks(ranks)
+
+    def set_regrouping(self, is_regrouping: bool, now: float) -> list[Effect]:
+        """Let calls wait while engines exchange experts."""
+        self._instance.now = now
+        self._is_regrouping = is_regrouping
+        return self._effects()
 
     def call(self, call: ControlCall, now: float) -> list[Effect]:
         """Queue a call, or let it join an equal one that is in progress."""
@@ -312,7 +325,7 @@ class Control:
         while True:
             current = self._current
             if current is None:
-                if not self._queue:
+                if not self._queue or self._is_regrouping:
                     return
                 self._begin(self._queue.pop(0))
             elif current.awaited or (current.condition is not None and not current.condition.holds()):

@@ -108,7 +108,8 @@ def place_anew(present: Slots, load: npt.ArrayLike, slots_per_rank: int, *, leav
         return min(able, key=lambda rank: (loads[rank], -num_empty[rank], rank), default=None)
 
     for expert in missing:
-        assert (rank := find_room()) is not None
+        rank = find_room()
+        assert rank is not None, "every expert has a slot"
         put(expert, rank)
     while (rank := find_room()) is not None:
         others = set(range(num_experts)).difference(slots[rank].tolist())
@@ -121,7 +122,7 @@ def find_sources(present: Slots, slots: Slots) -> tuple[list[Move], list[int]]:
     """Return the copies that fill `slots` [num_ranks x slots_per_rank] of ranks that have the experts `present`
     [num_ranks, width], and the slots whose experts no rank has. A source counts `width` slots for each rank. A rank
     that has the expert itself is its own source, else the ranks that have it take turns."""
-    (num_ranks, width), slots_per_rank = present.shape, len(slots) // len(present)
+    width, slots_per_rank = present.shape[1], len(slots) // len(present)
     sources: dict[int, list[int]] = {}
     for source, expert in enumerate(present.reshape(-1).tolist()):
         sources.setdefault(expert, []).append(source)

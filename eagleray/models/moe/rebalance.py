@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from eagleray.kernels.backend import KernelBackend
 from eagleray.errors import EagleRayError
+from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.expert_slots import ABSENT, LayerExpertSlots, Slots
 from eagleray.log import get_logger
 from eagleray.models.layers.layer import storage_of
@@ -129,8 +128,8 @@ class Rebalancer:
                     block.resize(per_rank, any_weights)
         held = [slots.local_experts for _, slots in layers]
         self._layout.set_slots(placed)
-        for (_, slots), experts in zip(self._layers, held, strict=True):
-            slots.local_experts = experts  # a leaving rank still has its experts, in case that another one exits
+        for (_, slots), own in zip(self._layers, held, strict=True):
+            slots.local_experts = own  # a leaving rank still has its experts, in case that another one exits
         self._is_partly_empty = bool(leaving)
         self._seen = self._trace.counts.clone()
         seconds = time.monotonic() - began

@@ -18,6 +18,7 @@ from eagleray.messages.steps import (
     CallDone,
     CallExtension,
     ExtensionReturned,
+    GroupJoined,
     JoinGroup,
     LoadModel,
     MeasureMemory,
@@ -133,7 +134,7 @@ class CountingGroup:
                 return GroupOpened(store=f"store of epoch {body.epoch}")
             case JoinGroup("expert"):
                 self.is_broken = body.epoch in self.broken_epochs
-                return CallDone()
+                return GroupJoined("engine-1 is gone" if self.is_broken else None)
             case ReadExpertLoad():
                 return WorkerExpertLoad(np.full((2, 4), sum(self.known.values()), np.int64))
             case SleepWorker(tags=tags):

@@ -16,7 +16,15 @@ from eagleray.errors import DeadlineExceeded
 from eagleray.executor.executor import Executor
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, next_incarnation
 from eagleray.messages.control import Command, CommandDone, InstanceState, SetState
-from eagleray.messages.lifecycle import EngineStarted, ExpertsFormed, ExpertsOpened, OpenExperts, Stop
+from eagleray.messages.lifecycle import (
+    EngineStarted,
+    ExpertsBroken,
+    ExpertsFormed,
+    ExpertsJoined,
+    ExpertsOpened,
+    OpenExperts,
+    Stop,
+)
 from eagleray.messages.membership import Joined
 from eagleray.messages.outputs import Chunks
 from eagleray.messages.requests import Abort, Generate
@@ -39,7 +47,7 @@ def formed(epoch: int, other: EngineId = OTHER) -> ExpertsFormed:
     return ExpertsFormed(epoch, engines, [opened(0), opened(1)])
 
 
-FORMED = (OpenExperts(1, [0, 1]), formed(1), CLIENT_JOINED)
+FORMED = (OpenExperts(1, [0, 1], [0, 1]), formed(1), CLIENT_JOINED)
 
 
 def generate(request_id: str, *, max_tokens: int = 3) -> Generate:
@@ -108,10 +116,11 @@ def steps(group: CountingGroup) -> list[StepPlan]:
 
 def test_group_member_first_group_formed_reports_start():
     group = CountingGroup(top_k=2)
-    outbox = run(OpenExperts(1, [0, 1]), later=[None, formed(1)], group=group)
-    here, started = said(outbox, SUPERVISOR)
+    outbox = run(OpenExperts(1, [0, 1], [0, 1]), later=[None, formed(1)], group=group)
+    here, joined, started = said(outbox, SUPERVISOR)
     where = EngineOpened(rank=0, topology=CountingGroup.topology, opened=[GroupOpened(store="store of epoch 1")])
     assert here == ExpertsOpened(HERE, 1, where)
+    assert joined == ExpertsJoined(HERE, 1)
     assert isinstance(started, EngineStarted)
     assert JoinGroup("expert", 1, formed(1).members) in group.calls
     assert outbox.peers[OTHER] == "address of engine-1"
@@ -119,7 +128,10 @@ def test_group_member_first_group_formed_reports_start():
 
 def test_group_member_before_group_requests_wait_and_can_be_aborted():
     outbox = run(
-        CLIENT_JOINED, generate("a"), generate("b"), later=[OpenExperts(1, [1]), Abort(CLIENT, ["a"]), formed(1)]
+        CLIENT_JOINED,
+        generate("a"),
+        generate("b"),
+        later=[OpenExperts(1, [0, 1], [1]), Abort(CLIENT, ["a"]), formed(1)],
     )
     assert tokens(outbox) == {"a": [], "b": [5, 6, 7]}
 
@@ -149,10 +161,11 @@ def test_group_member_request_during_wave_is_computed():
 def test_group_member_broken_step_keeps_all_requests():
     group = CountingGroup(top_k=2)
     group.breaks_at_step = 1
-    again = [None, OpenExperts(2, [1]), None, formed(2, next_incarnation(OTHER))]
+    again = [None, OpenExperts(2, [0, 1], [1]), None, formed(2, next_incarnation(OTHER))]
     outbox = run(*FORMED, generate("a"), generate("b"), later=again, group=group)
     assert tokens(outbox) == {"a": [5, 6, 7], "b": [5, 6, 7]}
     assert [one.epoch for one in said(outbox, SUPERVISOR) if isinstance(one, ExpertsOpened)] == [1, 2]
+    assert ExpertsBroken(HERE, 1) in said(outbox, SUPERVISOR)
     assert sum(isinstance(one, EngineStarted) for one in said(outbox, SUPERVISOR)) == 1
     assert said(outbox, OTHER) == [WaveStarted(HERE, 1, 1)]
     assert said(outbox, next_incarnation(OTHER)) == [WaveStarted(HERE, 2, 1)]
@@ -161,14 +174,25 @@ def test_group_member_broken_step_keeps_all_requests():
 
 def test_group_member_idle_engine_opens_next_epoch_on_message():
     group = CountingGroup(top_k=2)
-    outbox = run(*FORMED, later=[OpenExperts(2, [0, 1]), generate("a"), OpenExperts(2, [1]), formed(2)], group=group)
+    outbox = run(
+        *FORMED,
+        later=[OpenExperts(2, [0, 1], [0, 1]), generate("a"), OpenExperts(2, [0, 1], [1]), formed(2)],
+        group=group,
+    )
     assert tokens(outbox) == {"a": [5, 6, 7]}
     assert [call.epoch for call in group.calls if isinstance(call, OpenGroup) and call.name == "expert"] == [1, 2]
 
 
 def test_group_member_message_of_earlier_epoch_is_ignored():
     group = CountingGroup(top_k=2)
-    outbox = run(OpenExperts(1, [1]), OpenExperts(3, [1]), OpenExperts(2, [1]), formed(1), formed(2), group=group)
+    outbox = run(
+        OpenExperts(1, [0, 1], [1]),
+        OpenExperts(3, [0, 1], [1]),
+        OpenExperts(2, [0, 1], [1]),
+        formed(1),
+        formed(2),
+        group=group,
+    )
     assert not any(isinstance(call, JoinGroup) and call.name == "expert" for call in group.calls)
     assert [message.epoch for message in said(outbox, SUPERVISOR)] == [1, 3]
 
@@ -176,9 +200,34 @@ def test_group_member_message_of_earlier_epoch_is_ignored():
 def test_group_member_exit_during_join_waits_for_next_epoch():
     group = CountingGroup(top_k=2)
     group.broken_epochs = [1]
-    outbox = run(*FORMED, generate("a"), later=[None, formed(2, next_incarnation(OTHER))], group=group)
+    again = [None, OpenExperts(2, [0, 1], [1]), formed(2, next_incarnation(OTHER))]
+    outbox = run(*FORMED, generate("a"), later=again, group=group)
     assert tokens(outbox) == {"a": [5, 6, 7]}
-    assert [one.epoch for one in said(outbox, SUPERVISOR) if isinstance(one, ExpertsOpened)] == [1, 2]
+    reports = [one for one in said(outbox, SUPERVISOR) if not isinstance(one, ExpertsOpened | EngineStarted)]
+    assert reports == [ExpertsBroken(HERE, 1), ExpertsJoined(HERE, 2)]
+
+
+def test_group_member_other_ranks_joins_them():
+    """An added engine joins the running wave's engines; later this one is alone."""
+    group, added = CountingGroup(top_k=2), EngineId("i", 4)
+    larger = ExpertsFormed(2, [*formed(2).engines, Joined(added, "added")], [opened(rank) for rank in (0, 1, 4)], [1])
+    alone = ExpertsFormed(3, [Joined(HERE, "here")], [opened(0)])
+    at = {1: [OpenExperts(2, [0, 1, 4], [1, 4])], 2: [larger], 4: [OpenExperts(3, [0], [0]), alone]}
+    outbox = run(*FORMED, generate("a", max_tokens=8), at=at, later=[larger], group=group)
+    assert tokens(outbox) == {"a": [5, 6, 7, 8, 9, 10, 11, 12]}
+    calls = [call for call in group.calls if isinstance(call, OpenGroup | JoinGroup) and call.name == "expert"]
+    assert calls[2:] == [
+        OpenGroup("expert", 2, [0, 1, 4]),
+        JoinGroup("expert", 2, larger.members, [1]),
+        OpenGroup("expert", 3, [0]),
+        JoinGroup("expert", 3, alone.members),
+    ]
+    assert said(outbox, added) == [WaveStarted(HERE, 2, 1)]
+    assert outbox.peers.keys().isdisjoint([OTHER, added])
+
+
+def test_group_member_before_first_group_waits_without_limit():
+    assert said(run(None, None, missing_seconds=-1.0), SUPERVISOR) == []
 
 
 def test_group_member_missing_engine_timeout_names_it():
@@ -186,7 +235,7 @@ def test_group_member_missing_engine_timeout_names_it():
         DeadlineExceeded,
         match=r"engine-0 waited .* for its expert group \(epoch 1\): engine 1 is missing, no update for",
     ):
-        run(OpenExperts(1, [1]), later=[None] * 3, missing_seconds=-1.0)
+        run(OpenExperts(1, [0, 1], [1]), later=[None] * 3, missing_seconds=-1.0)
 
 
 def test_group_member_paused_starts_no_wave_but_idles_in_those_of_others():

@@ -19,10 +19,26 @@ from eagleray.fleet.turn import Action, Connect, Disconnect, FailInstance, Send,
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
 from eagleray.messages.control import Command, CommandDone, ControlCall, ControlReturned
 from eagleray.messages.failure import Ended, Failure
-from eagleray.messages.lifecycle import Bound, ClientStarted, EngineStarted, Knows, Register, Stop
+from eagleray.messages.lifecycle import (
+    Bound,
+    ClientStarted,
+    EngineLoaded,
+    EngineStarted,
+    ExpertsBroken,
+    ExpertsFormed,
+    ExpertsJoined,
+    ExpertsOpened,
+    Knows,
+    OpenExperts,
+    Register,
+    Stop,
+)
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.plain import unpack
 from eagleray.messages.scaling import Drained, Draining, Scale
+from eagleray.messages.workers import EngineOpened, GroupOpened, Topology
+
+SINGLE_WORKER = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
 
 CAUSES = {
     "signal": Failure.noticed("it was killed by SIGKILL"),
@@ -31,6 +47,22 @@ CAUSES = {
     "other bug": Failure.of(KeyError("there is another bug")),
     "user error": Failure.of(ConfigError("the cache is too small")),
 }
+
+
+REPEATABLE = (
+    Bound
+    | EngineStarted
+    | ClientStarted
+    | Knows
+    | Ended
+    | Drained
+    | CommandDone
+    | EngineLoaded
+    | ExpertsOpened
+    | ExpertsJoined
+    | ExpertsBroken
+)
+"""Messages that may arrive again."""
 
 
 class World(Machine):
@@ -52,6 +84,12 @@ class World(Machine):
         self.draining: defaultdict[MemberId, list[EngineId]] = defaultdict(list)
         self.bound: set[MemberId] = set()
         self.started: set[MemberId] = set()
+        self.loaded: set[MemberId] = set()
+        """Engines of an expert group that have loaded their models."""
+        self.group_messages: dict[MemberId, OpenExperts | ExpertsFormed] = {}
+        """The newest message about the expert group to each engine."""
+        self.opened_epochs: defaultdict[MemberId, int] = defaultdict(int)
+        self.joined_epochs: defaultdict[MemberId, int] = defaultdict(int)
         self.told_to_stop: set[MemberId] = set()
         self.failing: set[MemberId] = set()
         """Processes that have reported a failure and exit by themselves."""
@@ -69,7 +107,7 @@ class World(Machine):
     def handle(self, event: Event) -> list[Action]:
         self._event = event
         self.is_closed = self.is_closed or isinstance(event, StopInstance)
-        if isinstance(event, Bound | EngineStarted | ClientStarted | Knows | Ended | Drained | CommandDone):
+        if isinstance(event, REPEATABLE):
             self.messages.append(event)
         actions = super().handle(event)
         self._check()
@@ -134,6 +172,13 @@ class World(Machine):
                 self.answers[call_id] = message
             case Command():
                 self.commands[receiver].append(message)
+            case OpenExperts(epoch, ranks) | ExpertsFormed(epoch, [*_], [*ranks]):
+                assert isinstance(receiver, EngineId)
+                members = [member if isinstance(member, int) else member.rank for member in ranks]
+                assert receiver.rank in members, f"{receiver.label} belongs to no group of {members}"
+                former = self.group_messages.get(receiver)
+                assert former is None or former.epoch <= epoch
+                self.group_messages[receiver] = message
             case Draining(engine):
                 self.draining[receiver].append(engine)
             case Stop():
@@ -142,7 +187,7 @@ class World(Machine):
     def _check_end(self) -> None:
         """Check that the instance fails only because nothing of a kind is left, or because it cannot start."""
         assert isinstance(self._event, Exited | Ended | TimePassed | Silent | CommandDone), self._event
-        if self.is_serving:
+        if self.is_serving and not self.shares_experts:
             replicas = self.state._replicas
             expected = {type(key) for key in replicas.keys() - self.state._changes.held if replicas[key].expected}
             assert not {EngineId, *([ClientId] if self.config.serving.api_server_count else [])} <= expected
@@ -153,6 +198,8 @@ class World(Machine):
 
     def bring_up(self, member: MemberId) -> None:
         super().bring_up(member)
+        while any(self.advance(engine) for engine in list(self.attached)):
+            pass
         self.confirm()
 
     def adopt(self) -> None:
@@ -170,8 +217,44 @@ class World(Machine):
 
     def start(self, member: MemberId) -> None:
         if member in self.attached and member not in self.started:
+            if self.shares_experts and isinstance(member, EngineId):
+                self.advance(member)
+                return
             self.started.add(member)
             self.handle(EngineStarted(member, INFO) if isinstance(member, EngineId) else ClientStarted(member))
+
+    @property
+    def shares_experts(self) -> bool:
+        return self.config.parallel.enable_expert_parallel
+
+    def advance(self, engine: MemberId) -> bool:
+        """Have an engine of an expert group do its next step: load, open or join. Returns whether there was one."""
+        if not self.shares_experts or not isinstance(engine, EngineId) or engine in self.hung:
+            return False
+        message = self.group_messages.get(engine)
+        if engine not in self.loaded:
+            self.loaded.add(engine)
+            self.handle(EngineLoaded(engine))
+        elif isinstance(message, OpenExperts) and message.epoch > self.opened_epochs[engine]:
+            self.opened_epochs[engine] = message.epoch
+            opened = EngineOpened(rank=engine.rank, topology=SINGLE_WORKER, opened=[GroupOpened()])
+            self.handle(ExpertsOpened(engine, message.epoch, opened))
+        elif isinstance(message, ExpertsFormed) and message.epoch > self.joined_epochs[engine]:
+            assert message.epoch == self.opened_epochs[engine], f"{engine.label} has not opened for this epoch"
+            self.joined_epochs[engine] = message.epoch
+            self.handle(ExpertsJoined(engine, message.epoch))
+            if engine not in self.started and engine in self.attached:
+                self.started.add(engine)
+                self.handle(EngineStarted(engine, INFO))
+        else:
+            return False
+        return True
+
+    def find_broken(self, engine: MemberId) -> None:
+        """Have an engine report that its expert group is broken."""
+        epoch = self.joined_epochs[engine]
+        if isinstance(engine, EngineId) and epoch > 0:
+            self.handle(ExpertsBroken(engine, epoch))
 
     def confirm(self) -> None:
         """Have every client confirm the engines that it knows."""
@@ -254,7 +337,7 @@ class World(Machine):
             if "kill" in signals or member in self.failing:
                 self.end(member, CAUSES["signal"])
             elif member in self.hung:
-                if member in self.attached and member in self.started:
+                if member in self.attached and member in self.started | self.loaded:
                     self.handle(Silent(member, 10.0))
                     return bool(self.running[member])
                 continue
@@ -266,7 +349,10 @@ class World(Machine):
                 continue
             return True
         for member in list(self.attached):
-            if member not in self.started and member not in self.hung:
+            if self.advance(member):
+                return True
+            is_engine = self.shares_experts and isinstance(member, EngineId)
+            if member not in self.started and member not in self.hung and not is_engine:
                 self.start(member)
                 return True
             if self.commands.get(member):
@@ -291,6 +377,10 @@ class World(Machine):
         assert self.running.keys() == {replica.member for replica in replicas.values() if not replica.is_gone}
         assert not any(self.returning.values()), f"members expect {self.returning}, but these are up: {self.states()}"
         ranks = self.up_ranks()
+        if (group := self.state._rendezvous) is not None:
+            assert (group.ranks, group.leaving, group.is_settled) == (ranks, [], True)
+            assert {self.joined_epochs[engine] for engine in group.engines} == {group.epoch}
+            assert not self.state._control._is_regrouping
         assert ranks == sorted(engine.rank for engine in self.state.engines)
         steered = self.state._control._instance
         vacant = {key.rank for key in replicas if isinstance(key, EngineId) and replicas[key].is_gone}

@@ -22,7 +22,7 @@ from eagleray.fleet.events import (
     TimePassed,
 )
 from eagleray.fleet.external_clients import is_external
-from eagleray.identity import ClientId
+from eagleray.identity import ClientId, EngineId
 from eagleray.messages.control import (
     AbortRequests,
     GetWeightInfo,
@@ -66,9 +66,15 @@ class FleetMachine(RuleBasedStateMachine):
         servers=st.integers(1, 2),
         restarts=st.sampled_from([5, 5, 1, 0]),
         is_serving=st.booleans(),
+        shares_experts=st.booleans(),
     )
-    def begin(self, engines, servers, restarts, is_serving):
-        self.world = World(data_parallel_size=engines, api_server_count=servers, max_engine_restarts=restarts)
+    def begin(self, engines, servers, restarts, is_serving, shares_experts):
+        self.world = World(
+            data_parallel_size=engines,
+            api_server_count=servers,
+            max_engine_restarts=restarts,
+            enable_expert_parallel=shares_experts and engines > 1,
+        )
         if is_serving:
             self.world.boot()
             return
@@ -101,6 +107,8 @@ class FleetMachine(RuleBasedStateMachine):
                 if member not in self.world.hung:
                     self.world.bind(member)
                     self.world.start(member)
+            while any(self.world.advance(engine) for engine in list(self.world.attached)):
+                pass
         self.world.confirm()
 
     @rule(index=INDEX, cause=st.sampled_from([*CAUSES]))
@@ -127,6 +135,16 @@ class FleetMachine(RuleBasedStateMachine):
             self.world.hung.add(member)
             if member in self.world.started and member in self.world.attached:
                 self.world.handle(Silent(member, 10.0))
+
+    @rule(index=INDEX)
+    def engine_forms_its_group(self, index):
+        for engine in pick([engine for engine in self.world.attached if isinstance(engine, EngineId)], index):
+            self.world.advance(engine)
+
+    @rule(index=INDEX)
+    def group_of_engine_breaks(self, index):
+        for engine in pick([engine for engine in self.world.attached if isinstance(engine, EngineId)], index):
+            self.world.find_broken(engine)
 
     # Connections and messages.
 

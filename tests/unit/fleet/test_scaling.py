@@ -343,13 +343,6 @@ def test_scale_without_room_is_refused_with_the_shortage():
     assert it.spawned == [E[0], A[0]]
 
 
-def test_scale_engines_that_share_experts_is_refused():
-    it = Machine(data_parallel_size=2, enable_expert_parallel=True)
-    it.state.is_serving = True
-    it.adopt()
-    assert "share experts" in it.answer(it.call(Scale(num_engines=3))).message
-
-
 def test_scale_before_serving_is_refused():
     it = Machine()
     it.handle(StartEngines((0,)))
