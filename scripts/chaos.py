@@ -102,8 +102,8 @@ def main() -> int:
         parser.error(f"--hosts {options.hosts}: {reason}")
     if options.steer and options.weight_updates:
         parser.error("--steer, --weight-updates: both update the weights; give one of them")
-    if options.scale and (options.steer or options.weight_updates or options.expert_parallel):
-        parser.error("--scale: not with --steer, --weight-updates or --expert-parallel, which forbid it at times")
+    if options.scale and (options.steer or options.weight_updates):
+        parser.error("--scale: not with --steer or --weight-updates, which forbid it at times")
     exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory, ExitStack() as stack:
         root = Path(directory)
