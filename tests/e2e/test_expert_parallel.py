@@ -128,6 +128,7 @@ def test_expert_group_killed_engine_costs_a_pause(server, http, prompts, expecte
     assert tokens(http, prompts[2], max_tokens=10, temperature=0) == expected[2][:10]
 
 
+@pytest.mark.grid  # the tests above and below kill busy ones, whose group notices it in the same way
 def test_expert_group_killed_idle_engine_is_waited_for(server, http, prompts, expected):
     there = wait_until_whole(http, 2)
     with stream(http, prompts[3], rank=1) as events:

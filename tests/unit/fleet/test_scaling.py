@@ -581,4 +581,4 @@ def test_node_drains_engines_that_share_experts_form_their_group_again():
     assert it.is_serving
     it.forget()
     drains(it, E[1])
-    assert it.received[E[0]][-1] == OpenExperts(2, [0, 1])
+    assert it.received[E[0]][-1] == OpenExperts(2, [0, 1], [0, 1])
