@@ -187,15 +187,24 @@ class InstanceCalls:
 
     async def restart_engines(
         self,
+        /,
         ranks: Sequence[int] = (),
         *,
         drain_timeout: float = 0.0,
         operation_id: str | None = None,
         timeout: float | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
         """Replace engines by new processes, one after another, by default all, and return the status of the operation.
-        Requests continue meanwhile. The other parameters are those of `scale`."""
-        return await self._control(restart_request(ranks, drain_timeout), timeout, operation_id)
+
+        Requests continue meanwhile. `options`: options that all engines have from now on, such as `max_num_seqs` or
+        `model`; None stands for the default. If an engine cannot start with them, its error is raised, and all
+        engines have the options from before. The other parameters are those of `scale`.
+
+        Raises `InvalidRequest` for an option that cannot be changed, and for a checkpoint that does not fit.
+        """
+        request = await restart_request(self._instance.config.model, ranks, drain_timeout, options)
+        return await self._control(request, timeout, operation_id)
 
     async def scaling_status(self, operation_id: str | None = None) -> dict[str, Any]:
         """Return the status of a call of `scale` or `restart_engines`, by default of the one that runs, or the last.

@@ -1,10 +1,13 @@
-"""`eagleray restart --rolling`: new processes for the engines of a running server, one after another."""
+"""`eagleray restart --rolling`: new processes, perhaps with other options, for the engines of a running server."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from eagleray.cli.fleet_operation import FleetOperation, add_operation_flags, add_server_flags, ranks, run_operation
+from eagleray.config.flags import add_option_flags
+from eagleray.config.restart_options import CHANGEABLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=ranks, metavar="R,R", default=[], help="engines to restart (default: all)")
     add_operation_flags(parser)
+    add_option_flags(
+        parser,
+        CHANGEABLE,
+        "options that all engines have from now on (default: as they are)",
+        model_help="checkpoint with the same tokenizer",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,5 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises `UserError` if the server refuses, and `Unavailable` if it does not answer.
     """
     operation = FleetOperation(arguments)
-    fields = {"ranks": arguments.ranks, "drain_timeout": arguments.drain_timeout}
+    options = {name: value for name in CHANGEABLE if (value := getattr(arguments, name)) is not None}
+    if (model := options.get("model")) is not None and Path(model).expanduser().is_dir():
+        options["model"] = str(Path(model).expanduser().absolute())  # the server may have another working directory
+    fields = {"ranks": arguments.ranks, "drain_timeout": arguments.drain_timeout, "options": options}
     return run_operation(operation, "/restart", fields, waits=not arguments.no_wait)

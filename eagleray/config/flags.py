@@ -6,7 +6,7 @@ The flags of vLLM are there too, without help: `vllm_options` says what becomes 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -39,6 +39,18 @@ def add_program_flags(parser: argparse.ArgumentParser, *, sections: Sequence[str
     parsed arguments are options by name."""
     parser.add_argument("--model", help=MODEL_HELP)
     _add_flags(parser, sections)
+
+
+def add_option_flags(parser: argparse.ArgumentParser, names: Collection[str], title: str, *, model_help: str) -> None:
+    """Add a flag for each of these options to the parser of a command, in a group of this title."""
+    group = parser.add_argument_group(title)
+    for section in msgspec.structs.fields(Config):
+        hints = get_type_hints(section.type, include_extras=True)
+        for field in msgspec.structs.fields(section.type):
+            if field.name == "model" and "model" in names:
+                group.add_argument("--model", help=model_help)
+            elif field.name in names:
+                _add_flag(parser, group, field, hints[field.name], shows_default=False)
 
 
 def _add_flags(parser: argparse.ArgumentParser, sections: Sequence[str]) -> None:
@@ -74,11 +86,16 @@ def _names(sections: Sequence[str]) -> list[str]:
 
 
 def _add_flag(
-    parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, field: msgspec.structs.FieldInfo, hint: Any
+    parser: argparse.ArgumentParser,
+    group: argparse._ArgumentGroup,
+    field: msgspec.structs.FieldInfo,
+    hint: Any,
+    *,
+    shows_default: bool = True,
 ) -> None:
     description = next(meta.description for meta in hint.__metadata__ if isinstance(meta, Meta) and meta.description)
     default = field.default if field.default is not msgspec.NODEFAULT else None
-    if default not in (None, ""):
+    if shows_default and default not in (None, ""):
         description += f" (default: {default})"
     keywords: dict[str, Any] = {"dest": field.name, "default": None, "help": description.replace("%", "%%")}
     kind = option_types()[field.name]

@@ -77,10 +77,11 @@ class EngineControl:
         publish: Callable[[list[AddressedChunk]], None],
         reply: Callable[[CommandDone], None],
         host: str | None = None,
+        update: int = 0,
     ) -> None:
         self.state = InstanceState()
         """State of the instance, as this engine has adopted it."""
-        self.update: int | None = 0
+        self.update: int | None = update
         """Number of the update whose weights the engine has; None if its weights are empty or a mixture."""
         self._engine = engine
         self._core = core

@@ -137,7 +137,7 @@ class Engine:
         )
         watchdog = Watchdog(lambda: started.core.awaited, on_hang=lambda error: self._exit_hung(error, report_error))
         exit_stack.callback(watchdog.close)
-        started_message = EngineStarted(spec.engine, started.info)
+        started_message = EngineStarted(spec.engine, started.info, update=spec.update)
         group_member = self._expert_group_member(started, started_message)
         loop = EngineLoop(
             spec.engine,
@@ -147,6 +147,7 @@ class Engine:
             stepper=group_member,
             has_experts=started.info.has_experts,
             host=spec.host,
+            update=spec.update,
         )
         loop.adopt(attach.state, timeout=max(0.0, deadline - time.monotonic()))
         for member in attach.members:

@@ -93,7 +93,7 @@ class EngineLoop:
     """Runs until `Stop` arrives or a step raises.
 
     `stepper` is given for an engine of an expert group. With `has_experts`, clients receive the load of the experts.
-    `host`: see `EngineWeightUpdate`.
+    `host`: see `EngineWeightUpdate`. `update`: number of the weight update that the weights of the checkpoint count as.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class EngineLoop:
         stepper: EngineStepper | None = None,
         has_experts: bool = False,
         host: str | None = None,
+        update: int = 0,
     ) -> None:
         self._engine = engine
         self._core = core
@@ -120,6 +121,7 @@ class EngineLoop:
             publish=self._publish,
             reply=lambda done: outbox.send(SUPERVISOR, done),
             host=host,
+            update=update,
         )
         self._early_requests = EarlyRequests()
         self._grammars = EngineGrammars(core)

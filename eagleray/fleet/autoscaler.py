@@ -7,6 +7,7 @@ by `AutoscalePolicy`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from eagleray.config.resolve import autoscale_limits
@@ -64,6 +65,11 @@ class Autoscaler:
         """Why the last decision could not be carried out; None if it could."""
         self._pause: str | None = None
         """Why nothing is decided now."""
+
+    def set_max_num_seqs(self, number: int) -> None:
+        """Record that engines run at most this many requests at the same time, which a restart may change."""
+        if number != self._policy.settings.max_num_seqs:
+            self._policy.settings = replace(self._policy.settings, max_num_seqs=number)
 
     def on_report(self, report: LoadReport, *, pause: str | None) -> None:
         """Handle a report, and change the number of engines if the load needs another one. `pause`: why this is not

@@ -1,16 +1,19 @@
 """Whether engines that are processes find room on this host beside those that run.
 
-An estimate that refuses only what cannot be: a further engine takes what the smallest one that runs has taken. Where
-the size of its cache follows the free memory, that is counted without the cache, of which an unknown part has been
-touched.
+Each engine needs GPUs of its own, if there are some. Its memory is estimated, and refused only if it cannot be had: a
+further engine takes what the smallest one that runs has taken. Where the size of its cache follows the free memory,
+that is counted without the cache, of which an unknown part has been touched.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable
 
-from eagleray.config.sections import CacheConfig
+from eagleray.config.resolve import first_device, local_ranks
+from eagleray.config.sections import CacheConfig, Config
 from eagleray.messages.membership import EngineInfo
+from eagleray.process.host_gpus import num_visible_gpus
 from eagleray.process.host_memory import host_free_bytes, own_bytes
 
 LEAST_ENGINE_BYTES = 128 * 2**20
@@ -45,6 +48,23 @@ def explain_memory_shortage(
         f"{_gib(free)} are free on this host: ask for fewer engines, free memory"
         f"{', or lower `kv_cache_memory` or `num_kv_blocks` in a new start' if has_fixed_cache else ''}"
     )
+
+
+def explain_gpu_shortage(
+    num_added: int, ranks: Collection[int], config: Config, *, count_gpus: Callable[[], int] = num_visible_gpus
+) -> str | None:
+    """Return why `num_added` engines more have no GPUs of their own beside those of `ranks`, or None if they have, or
+    compute without GPUs."""
+    if config.execution.device == "cpu" or config.execution.executor in ("ray", "ray-graph"):
+        return None
+    free = (rank for rank in itertools.count(local_ranks(config)[0]) if rank not in ranks)
+    highest = max([*ranks, *itertools.islice(free, num_added)])
+    world_size, count = config.parallel.world_size, count_gpus()
+    needed = first_device(config, highest) + world_size
+    if count == 0 or needed <= count:
+        return None
+    engines = "1 engine" if num_added == 1 else f"{num_added} engines"
+    return f"{engines} more would need {needed} GPUs with those that run, but this host has {count}"
 
 
 def _gib(num_bytes: int) -> str:

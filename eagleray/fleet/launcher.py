@@ -7,7 +7,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from eagleray.log import LogSettings, get_logger
+from eagleray.config.log_config import log_settings
+from eagleray.log import get_logger
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import ApiServerSpec, ChildToParent, EngineSpec, NodeDraining
 from eagleray.process.spawn import Child
@@ -53,11 +54,10 @@ class ProcessLauncher:
 
     host = None
 
-    def __init__(self, *, engine_target: str, api_server_target: str, runtime_dir: str, log: LogSettings) -> None:
+    def __init__(self, *, engine_target: str, api_server_target: str, runtime_dir: str) -> None:
         self._engine_target = engine_target
         self._api_server_target = api_server_target
         self._runtime_dir = runtime_dir
-        self._log = log
 
     def spawn(self, spec: EngineSpec | ApiServerSpec, *, on_message: OnMessage, on_exit: OnExit) -> Child:
         match spec:
@@ -69,7 +69,7 @@ class ProcessLauncher:
             target=target,
             member=member,
             payload=msgspec.msgpack.encode(spec),
-            log=self._log,
+            log=log_settings(spec.config),
             runtime_dir=self._runtime_dir,
             on_message=on_message,
             on_exit=on_exit,

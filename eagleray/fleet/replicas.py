@@ -12,9 +12,10 @@ import msgspec
 
 from eagleray.config.sections import Config
 from eagleray.fleet import timeouts
+from eagleray.fleet.engine_options import OptionsOfEngines
 from eagleray.fleet.membership import Membership
 from eagleray.fleet.replica import Replica
-from eagleray.fleet.restart_policy import RestartDecision, RestartHistory, decide_restart
+from eagleray.fleet.restart_policy import Restart, RestartDecision, RestartHistory, decide_restart
 from eagleray.fleet.turn import Turn
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
 from eagleray.messages.failure import Failure
@@ -24,12 +25,13 @@ from eagleray.messages.lifecycle import Stop
 class Replicas(Mapping[MemberId, Replica]):
     """Engines and API servers that were added and not dropped, by replica key."""
 
-    def __init__(self, config: Config, turn: Turn, membership: Membership) -> None:
+    def __init__(self, config: Config, turn: Turn, membership: Membership, options: OptionsOfEngines) -> None:
         self.instance_has_served = False
         """Whether the instance has served, so that a failing start is no mistake of the user."""
         self._config = config
         self._turn = turn
         self._membership = membership
+        self._options = options
         self._replicas: dict[MemberId, Replica] = {}
         self._leaving: set[MemberId] = set()
         """Keys of replicas that are dropped when their processes have exited."""
@@ -111,7 +113,7 @@ class Replicas(Mapping[MemberId, Replica]):
         self, member: MemberId, history: RestartHistory, uptime: float | None, cause: Failure
     ) -> tuple[RestartHistory, RestartDecision]:
         is_engine, max_restarts = isinstance(member, EngineId), self._config.recovery.max_engine_restarts
-        return decide_restart(
+        after, decision = decide_restart(
             history,
             uptime=uptime,
             cause=cause,
@@ -119,6 +121,10 @@ class Replicas(Mapping[MemberId, Replica]):
             max_delay=timeouts.MAX_ENGINE_DELAY_SECONDS if is_engine else timeouts.MAX_API_SERVER_DELAY_SECONDS,
             instance_has_served=self.instance_has_served,
         )
+        is_given_up = not isinstance(decision, Restart)
+        if isinstance(member, EngineId) and self._options.on_failure(member, cause, is_given_up=is_given_up):
+            return history, Restart(0.0)  # with the options from before
+        return after, decision
 
     # The end of the instance.
 

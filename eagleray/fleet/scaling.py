@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from eagleray.errors import DeadlineExceeded, EagleRayError, InvalidRequest, NotFound, WrongState
 from eagleray.fleet import timeouts
-from eagleray.fleet.control.control_operation import Caller
-from eagleray.fleet.scaling_operations import FleetChanges, Remove, RolledBack, ScalingOperation, Step, Until
+from eagleray.fleet.control.caller import Caller
+from eagleray.fleet.scaling_operations import FleetChanges, Remove, RolledBack, ScalingOperation, Step, Steps, Until
 from eagleray.fleet.turn import ScalingTimer, Turn
 from eagleray.identity import MemberId, replica_key
 from eagleray.log import get_logger
@@ -28,18 +28,34 @@ MAX_PAST = 100
 """Number of operations that have ended and whose outcome can be asked for."""
 
 
+class Restarts(Protocol):
+    """The operations that restart engines. `RollingRestart` is one."""
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Options of all engines that differ from those of the start."""
+
+    def steps_of(self, operation: ScalingOperation, request: RestartEngines) -> Steps:
+        """Return the generator of an operation."""
+
+    def undo(self, operation: ScalingOperation, error: EagleRayError) -> Steps:
+        """Return the generator that undoes a failed operation, and raises `RolledBack` at its end."""
+
+
 class Scaling:
     """`forbidden` returns the reason why an operation may not begin now; None if it may."""
 
     def __init__(
         self,
         changes: FleetChanges,
+        restarts: Restarts,
         turn: Turn,
         *,
         instance: str,
         forbidden: Callable[[Scale | RestartEngines], EagleRayError | None],
     ) -> None:
         self._changes = changes
+        self._restarts = restarts
         self._turn = turn
         self._instance = instance
         self._forbidden = forbidden
@@ -177,12 +193,17 @@ class Scaling:
 
     def _begin(self, operation: ScalingOperation) -> None:
         self._current = operation
-        operation.steps = self._changes.steps_of(operation)
+        match operation.request:
+            case Scale() as request:
+                operation.steps = self._changes.steps_of(operation, request)
+            case RestartEngines() as request:
+                operation.steps = self._restarts.steps_of(operation, request)
 
     def _roll_back(self, operation: ScalingOperation, error: EagleRayError) -> None:
-        """Continue a failed operation with the removal of the engines that it has added."""
+        """Continue a failed operation with the removal of what it has begun."""
         operation.until, operation.deadline, operation.error = None, None, error
-        operation.steps = self._changes.remove_held(error)
+        is_restart = isinstance(operation.request, RestartEngines)
+        operation.steps = self._restarts.undo(operation, error) if is_restart else self._changes.remove_held(error)
 
     def _end(self, operation: ScalingOperation, error: EagleRayError | None) -> None:
         self._finish(operation, error)
@@ -224,6 +245,7 @@ class Scaling:
             "active_data_parallel_size": len(ranks),
             "participating_ranks": ranks,
             "active_api_server_count": self._changes.num_api_servers,
+            "engine_options": self._restarts.changes,
             "safe_to_delete_ranks": [],
             "waiting_for": None,
             "last_error": None,
@@ -238,6 +260,8 @@ class Scaling:
         if isinstance(request, Scale):
             answer["requested_data_parallel_size"] = request.num_engines
             answer["requested_api_server_count"] = request.num_api_servers
+        else:
+            answer["requested_options"] = request.options
         began = self._turn.now - operation.began
         return answer | {
             "operation_id": operation.operation_id,

@@ -10,15 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 from eagleray.errors import DeadlineExceeded, EagleRayError, EngineFailed, InvalidRequest
 from eagleray.fleet import timeouts
-from eagleray.fleet.control.control_operation import Caller
+from eagleray.fleet.control.caller import Caller
 from eagleray.fleet.expert_rendezvous import ExpertRendezvous
 from eagleray.fleet.membership import Membership
-from eagleray.fleet.replica import Replica, Up
+from eagleray.fleet.replica import Replica
 from eagleray.fleet.turn import Turn
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
 from eagleray.messages.scaling import RestartEngines, Scale
@@ -70,6 +69,10 @@ class RestartReplica(NamedTuple):
     cause: str
 
 
+class RestoreWeights(NamedTuple):
+    """Have the weights count as the present ones that did so before an engine started with another checkpoint."""
+
+
 class Until(NamedTuple):
     """Wait until `holds`, which may raise the error that ends the operation. `reason`: what it waits for."""
 
@@ -77,7 +80,7 @@ class Until(NamedTuple):
     reason: Callable[[], str]
 
 
-Step = StartReplica | Admit | Drain | Remove | Regroup | RestartReplica | Until
+Step = StartReplica | Admit | Drain | Remove | Regroup | RestartReplica | RestoreWeights | Until
 Steps = Generator[Step, None, None]
 
 
@@ -144,7 +147,7 @@ class FleetChanges:
         """Engines that drain: the clients with requests on them."""
         self._loaded: set[EngineId] = set()
         """Keys of engines that are held back and can join the expert group."""
-        self._failures: dict[EngineId, EagleRayError] = {}
+        self.failures: dict[EngineId, EagleRayError] = {}
         """Errors of engines that were added and are given up."""
 
     # Events.
@@ -171,7 +174,7 @@ class FleetChanges:
         self.held[key] = None
         self._loaded.discard(key)
         if error is not None:
-            self._failures[key] = error
+            self.failures[key] = error
         return True
 
     def on_drained(self, client: ClientId, engine: EngineId) -> None:
@@ -186,13 +189,25 @@ class FleetChanges:
 
     # Operations.
 
-    def steps_of(self, operation: ScalingOperation) -> Steps:
+    def steps_of(self, operation: ScalingOperation, request: Scale) -> Steps:
         """Return the generator of an operation."""
-        match operation.request:
-            case Scale() as request:
-                return self._scale(operation, request)
-            case RestartEngines() as restart:
-                return self._restart(operation, restart)
+        added, removed = self._engine_changes(request)
+        yield from self._add_engines(operation, added)
+        operation.phase = "committing"
+        added_servers, removed_servers = self._api_server_changes(request.num_api_servers)
+        for server in added_servers:
+            yield StartReplica(server)
+        yield Admit(tuple(added))
+        yield from self.drain(operation, removed, request.drain_timeout)
+        operation.phase = "committing"
+        yield from self._hand_over(removed)
+        for engine in removed:
+            yield Remove(engine, "it was removed by scaling")
+        for server in removed_servers:
+            yield Remove(server, "it was removed by scaling", grace=request.drain_timeout)
+        yield self.until_gone([*removed, *removed_servers])
+        operation.removed = sorted(engine.rank for engine in removed)
+        yield self._until_up(added_servers)
 
     def remove_held(self, error: EagleRayError) -> Steps:
         """Remove the engines that a failed operation has added. Raises `RolledBack` when they are gone."""
@@ -203,28 +218,9 @@ class FleetChanges:
                 yield Remove(key, "the operation that added it failed")
         self.held.clear()
         self._loaded.clear()
-        self._failures.clear()
-        yield self._until_gone(held)
+        self.failures.clear()
+        yield self.until_gone(held)
         raise RolledBack(error)
-
-    def _scale(self, operation: ScalingOperation, request: Scale) -> Steps:
-        added, removed = self._engine_changes(request)
-        yield from self._add_engines(operation, added)
-        operation.phase = "committing"
-        added_servers, removed_servers = self._api_server_changes(request.num_api_servers)
-        for server in added_servers:
-            yield StartReplica(server)
-        yield Admit(tuple(added))
-        yield from self._drain(operation, removed, request.drain_timeout)
-        operation.phase = "committing"
-        yield from self._hand_over(removed)
-        for engine in removed:
-            yield Remove(engine, "it was removed by scaling")
-        for server in removed_servers:
-            yield Remove(server, "it was removed by scaling", grace=request.drain_timeout)
-        yield self._until_gone([*removed, *removed_servers])
-        operation.removed = sorted(engine.rank for engine in removed)
-        yield self._until_up(added_servers)
 
     def _add_engines(self, operation: ScalingOperation, added: Collection[EngineId]) -> Steps:
         """Start engines, and wait until all of them are ready."""
@@ -241,7 +237,7 @@ class FleetChanges:
 
         def check(holds: Callable[[], bool]) -> bool:
             for key in added:
-                if error := self._failures.get(key):
+                if error := self.failures.get(key):
                     raise error
             if operation.deadline is not None and self._turn.now >= operation.deadline:
                 raise DeadlineExceeded(f"{_labels(self._unready(added))} did not start within {seconds:.0f} s")
@@ -302,29 +298,7 @@ class FleetChanges:
         if leaving():
             yield Regroup(tuple(rank for rank in group.ranks if rank not in leaving()))
 
-    def _restart(self, operation: ScalingOperation, request: RestartEngines) -> Steps:
-        operation.phase = "committing"
-        for rank in request.ranks or self.ranks:
-            key = EngineId(self._instance, rank)
-            replica = self._replicas.get(key)
-            if replica is None or replica.expected is None:
-                continue  # it was given up meanwhile
-            former = replica.member if isinstance(replica.state, Up) else None
-            if former is not None:  # else its replacement starts already
-                yield from self._drain(operation, [key], request.drain_timeout)
-                operation.phase = "committing"
-                if replica.member == former and isinstance(replica.state, Up):
-                    yield RestartReplica(key, "it is restarted on purpose")
-
-            def has_returned(replica: Replica = replica, former: MemberId | None = former) -> bool:
-                if replica.expected is None:
-                    given_up = replica.member.label
-                    raise EngineFailed(f"{given_up} was restarted and is given up; the later ones were left alone")
-                return replica.member != former and self._membership.has_joined(replica.member)
-
-            yield Until(has_returned, partial("the replacement of {} must start".format, key.label))
-
-    def _drain(self, operation: ScalingOperation, engines: Collection[EngineId], seconds: float) -> Steps:
+    def drain(self, operation: ScalingOperation, engines: Collection[EngineId], seconds: float) -> Steps:
         """Have engines finish their requests, for at most `seconds`."""
         if seconds <= 0 or not engines:
             return
@@ -342,7 +316,7 @@ class FleetChanges:
         for key in engines:
             self.undrained.pop(key, None)
 
-    def _until_gone(self, keys: Collection[MemberId]) -> Until:
+    def until_gone(self, keys: Collection[MemberId]) -> Until:
         def remaining() -> list[MemberId]:
             return [key for key in keys if key in self._replicas]
 
@@ -386,6 +360,10 @@ class FleetChanges:
         """Indices of the API servers that run or come back."""
         members = (replica.expected for replica in self._replicas.values())
         return sorted(member.index for member in members if isinstance(member, ClientId))
+
+    def free_engine(self) -> EngineId:
+        """Return the lowest key of an engine that no engine has had or may get back."""
+        return next(key for rank in itertools.count() if (key := EngineId(self._instance, rank)) not in self._replicas)
 
     def _engine_changes(self, request: Scale) -> tuple[list[EngineId], list[EngineId]]:
         """Return the engines to add and to remove. An engine that was given up is started again rather than another."""

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 
-from eagleray.config.resolve import expert_engines, local_ranks
+from eagleray.config.resolve import DEMO_MODEL_DIR, expert_engines, local_ranks, option_that_needs_ray
+from eagleray.config.restart_options import changed_options, requested_changes, with_changes
 from eagleray.config.sections import Config
 from eagleray.errors import ClusterError, ClusterLost, EagleRayError, InvalidRequest, Unavailable, WrongState
 from eagleray.fleet import timeouts
@@ -32,6 +34,7 @@ from eagleray.fleet.control.instance import (
     SendCommand,
 )
 from eagleray.fleet.control.machine import Control
+from eagleray.fleet.engine_options import EngineOptions, OptionsOfEngines
 from eagleray.fleet.events import (
     Adopt,
     Disconnected,
@@ -53,6 +56,7 @@ from eagleray.fleet.process_exit import ProcessExit
 from eagleray.fleet.replica import Replica, Starting, Up
 from eagleray.fleet.replicas import Replicas
 from eagleray.fleet.restart_policy import EndInstance, GiveUp
+from eagleray.fleet.rolling_restart import RollingRestart
 from eagleray.fleet.scaling import Scaling
 from eagleray.fleet.scaling_operations import (
     Admit,
@@ -61,6 +65,7 @@ from eagleray.fleet.scaling_operations import (
     Regroup,
     Remove,
     RestartReplica,
+    RestoreWeights,
     StartReplica,
     Step,
 )
@@ -72,6 +77,7 @@ from eagleray.fleet.turn import (
     LeaseTimer,
     ScalingTimer,
     Serve,
+    Spawn,
     Stopped,
     StopTimer,
     Turn,
@@ -123,10 +129,12 @@ class FleetState:
         self._unix_clock = unix_clock
         self._turn = Turn()
         self._membership = Membership(self._turn)
-        self._replicas = Replicas(config, self._turn, self._membership)
+        self._options = OptionsOfEngines(config)
+        self._replicas = Replicas(config, self._turn, self._membership, self._options)
         self._control = Control.of(config, instance)
         self._rendezvous = ExpertRendezvous(local_ranks(config)) if expert_engines(config) > 1 else None
         """None if engines do not share experts."""
+        self._shortage = shortage
         self._changes = FleetChanges(
             self._replicas,
             self._membership,
@@ -136,8 +144,20 @@ class FleetState:
             rendezvous=self._rendezvous,
             may_regroup=lambda: self._control.may_regroup,
         )
+        self._restarts = RollingRestart(
+            self._changes,
+            self._options,
+            self._replicas,
+            self._membership,
+            self._turn,
+            instance=instance,
+            no_surge=self._no_surge,
+            options_with=self._options_with,
+        )
         self._node_drain = NodeDrain(self._replicas, self._membership, self._changes)
-        self._scaling = Scaling(self._changes, self._turn, instance=instance, forbidden=self._scaling_forbidden)
+        self._scaling = Scaling(
+            self._changes, self._restarts, self._turn, instance=instance, forbidden=self._scaling_forbidden
+        )
         self._autoscaler: Autoscaler | None = None
         """None if the number of engines is fixed."""
         if (settings := autoscale_settings(config)) is not None:
@@ -192,14 +212,28 @@ class FleetState:
         """Properties of the engines that have joined."""
         return self._membership.engine_infos
 
-    @property
-    def engine_config(self) -> Config:
-        """The configuration of an engine that is spawned now. Its `data_parallel_size` covers the ranks of all engines
-        that run or start, which divide the cores and the memory of their host by it."""
-        parallel = self._config.parallel
+    def engine_options(self, engine: EngineId) -> EngineOptions:
+        """Return the options of an engine that is spawned now."""
+        return self._options.of(engine)
+
+    def engine_config(self, engine: EngineId) -> Config:
+        """Return the configuration of an engine that is spawned now. Its `data_parallel_size` covers the ranks of all
+        engines that run or start, which divide the cores and the memory of their host by it. A surge engine leaves its
+        part to the others soon."""
+        config, surge = self._options.of(engine).config, self._restarts.surge
+        parallel = config.parallel
         if not self._is_whole_deployment:
-            return self._config
-        ranks = [member.rank for member in self._replicas.expected().values() if isinstance(member, EngineId)]
+            return config
+        is_surge = replica_key(engine) == surge
+        waits_for_ray = option_that_needs_ray(config) is not None  # else an option of Ray would choose it as executor
+        if is_surge and waits_for_ray and config.ray.ray_placement_timeout > timeouts.SURGE_PLACEMENT_SECONDS:
+            ray = msgspec.structs.replace(config.ray, ray_placement_timeout=timeouts.SURGE_PLACEMENT_SECONDS)
+            config = msgspec.structs.replace(config, ray=ray)
+        ranks = [
+            member.rank
+            for key, member in self._replicas.expected().items()
+            if isinstance(member, EngineId) and (is_surge or key != surge)
+        ]
         least = 1 if self._rendezvous is None else 2  # an engine of an expert group is never alone by its configuration
         parallel = msgspec.structs.replace(
             parallel,
@@ -208,7 +242,7 @@ class FleetState:
             data_parallel_start_rank=None,
             data_parallel_rank=None,
         )
-        return msgspec.structs.replace(self._config, parallel=parallel)
+        return msgspec.structs.replace(config, parallel=parallel)
 
     @property
     def expert_group_size(self) -> int | None:
@@ -300,7 +334,11 @@ class FleetState:
             case Ended() | Alive() | Bound():
                 pass  # workers report to their engines, and engines send heartbeats
         self._continue()
-        return self._turn.end()
+        actions = self._turn.end()
+        for action in actions:
+            if isinstance(action, Spawn) and isinstance(action.member, EngineId):
+                self._options.on_spawn(action.member)
+        return actions
 
     def fail(self, error: EagleRayError, now: float) -> list[Action]:
         """Restart nothing from now on, and send the error to the clients. For errors of the supervisor itself."""
@@ -316,7 +354,9 @@ class FleetState:
             elif (step := self._scaling.next_step()) is not None:
                 self._take(step)
             else:
-                return
+                break
+        kept = "a restart changes the checkpoint (GET /scale has its status)"
+        self._control.keep_weights(kept if self._options.changes_checkpoint else None)
 
     # Replicas
 
@@ -404,6 +444,10 @@ class FleetState:
         """Have an engine join once it has the state and the weights of the instance."""
         engine = started.engine
         self._infos[engine] = started.info
+        if self._options.on_started(engine) and self._options.changes_checkpoint:
+            options = self._options.of(engine)
+            directory = options.config.model.model or str(DEMO_MODEL_DIR)
+            self._carry_out(self._control.use_checkpoint(options.update, directory, self._turn.now))
         self._carry_out(self._control.start(engine, started.update, self._turn.now))
         if engine in self._infos and started.update != (required := self._control.state.update):
             logger.info("%s has started; it serves when it has the weights of update %d", engine.label, required)
@@ -493,6 +537,8 @@ class FleetState:
                 "a weight update is open or its trainer is connected: scale after finish_weight_update and "
                 "shutdown_weight_transfer_engine"
             )
+        if isinstance(request, RestartEngines) and request.options:
+            return self._options_forbidden(request)
         if not isinstance(request, Scale) or (request.num_engines is None and not request.remove_ranks):
             return None
         if self._config.parallel.enable_expert_parallel and (error := self._regrouping_forbidden(request)) is not None:
@@ -522,9 +568,48 @@ class FleetState:
             )
         return None
 
+    def _options_forbidden(self, request: RestartEngines) -> EagleRayError | None:
+        if request.ranks:
+            return InvalidRequest("options change for all engines: leave out `ranks`", param="ranks")
+        try:
+            self._options_with(request.options)
+        except EagleRayError as error:
+            return error
+        return None
+
+    def _no_surge(self) -> str | None:
+        """Return why no engine can be added while others are restarted."""
+        config = self._config
+        if not self._is_whole_deployment or config.parallel.enable_expert_parallel or config.ray.bundle_indices:
+            return "the options of the deployment leave no place for it"
+        if self._control.state.asleep:
+            return "the instance is asleep"
+        return self._shortage(1)
+
+    def _options_with(self, given: Mapping[str, Any]) -> EngineOptions:
+        """Return the options of engines with the changes that a restart asks for. Raises the reason why they may not
+        begin now."""
+        settled, changes = self._options.settled, requested_changes(given)
+        changes_checkpoint = "model" in changes
+        if changes_checkpoint and self._config.parallel.enable_expert_parallel:
+            raise InvalidRequest(
+                "engines that share experts (`enable_expert_parallel`) need the same weights at any time, so `model` "
+                "cannot be changed one engine after another: use update_weights with `weight_dir`",
+                param="model",
+            )
+        if changes_checkpoint and (self._control.weights_are_changing or "weights" in self._control.state.asleep):
+            raise WrongState("the weights are asleep or being updated: change `model` afterwards")
+        infos = self._membership.engine_infos
+        if changes_checkpoint and not infos:
+            raise Unavailable("no engine serves at present, so it is not known which checkpoint would fit")
+        config = with_changes(settled.config, changes, max_model_len=infos[0].max_model_len if infos else 0)
+        update = self._control.state.update + 1 if changes_checkpoint else settled.update
+        return EngineOptions(config, changed_options(self._config, config), update)
+
     def _on_load_report(self, report: LoadReport) -> None:
         if self._autoscaler is None or self._is_closed or not self.is_serving:
             return
+        self._autoscaler.set_max_num_seqs(self._options.settled.config.scheduling.max_num_seqs)
         pause = None if self._control.state.may_step else f"the instance is {self._control.state.name}"
         self._autoscaler.on_report(report, pause=pause if self._scaling.is_idle else "an operation runs")
 
@@ -553,6 +638,8 @@ class FleetState:
                 self._stop_api_server(self._replicas.let_go(key), max(grace, shutdown_timeout))
             case Regroup():
                 self._regroup(step)
+            case RestoreWeights():
+                self._carry_out(self._control.restore_weights(self._turn.now))
             case RestartReplica(key, cause):
                 self._let_leave(self._replicas[key], cause, returns=True)
 

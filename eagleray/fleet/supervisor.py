@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from eagleray.config.api_keys import without_api_keys, without_hub_token
-from eagleray.config.log_config import log_settings
 from eagleray.config.resolve import local_ranks, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, EagleRayError, EngineFailed
@@ -36,7 +35,7 @@ from eagleray.fleet.events import (
     TimePassed,
 )
 from eagleray.fleet.external_clients import is_external
-from eagleray.fleet.host_room import explain_memory_shortage
+from eagleray.fleet.host_room import explain_gpu_shortage, explain_memory_shortage
 from eagleray.fleet.launcher import Launcher, ProcessLauncher, Spawned
 from eagleray.fleet.state import FleetState
 from eagleray.fleet.turn import (
@@ -143,7 +142,6 @@ class Supervisor:
                 engine_target=engine_target,
                 api_server_target="eagleray.server.entry:run",
                 runtime_dir=str(runtime_dir),
-                log=log_settings(config),
             )
             engine_launcher: Launcher[EngineSpec] = processes
             if config.parallel.data_parallel_backend == "ray":
@@ -330,11 +328,12 @@ class Supervisor:
             runtime_dir = str(self.runtime_dir) if self.host is None else ""  # other hosts do not have it
             engine = EngineSpec(
                 member,
-                without_api_keys(self._state.engine_config),
+                without_api_keys(self._state.engine_config(member)),
                 runtime_dir,
                 ray=self._ray,
                 num_engines=self._state.num_engines,
                 expert_group_size=self._state.expert_group_size,
+                update=self._state.engine_options(member).update,
             )
             return self._engine_launcher.spawn(engine, on_message=self._post, on_exit=on_exit)
         assert self._listener_fd is not None
@@ -346,7 +345,10 @@ class Supervisor:
         """Return why engines that are added find no room; None if they may, or if Ray places them."""
         if self._config.parallel.data_parallel_backend == "ray":
             return None
-        return explain_memory_shortage(num_added, self._state.engine_infos, self._config.cache)
+        ranks = {engine.rank for engine in self._state.engines}
+        return explain_gpu_shortage(num_added, ranks, self._config) or explain_memory_shortage(
+            num_added, self._state.engine_infos, self._config.cache
+        )
 
     def _on_exit(self, member: MemberId, cause: Failure) -> None:
         self._spawned.pop(member, None)

@@ -35,6 +35,10 @@ STEADY_SECONDS = 10.0
 SCALE_START_ATTEMPTS = 2
 """Starts for which an operation waits for an engine that it has added, before it is rolled back."""
 
+SURGE_PLACEMENT_SECONDS = 10.0
+"""Time for which an engine that runs while others are restarted waits for resources of Ray. Without it the restart goes
+on as well, so it does not wait for nodes that a cluster may get."""
+
 AUTOSCALE_DRAIN_SECONDS = 30.0
 """Time for which an engine that the autoscaler removes may finish its requests. Then they move, which costs others the
 computation of their prompts; meanwhile a burst of load cannot add engines."""

@@ -40,6 +40,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     expert_group_size: int | None = None
     """Number of engines of the running expert group that the engine joins and that gives it its experts; None: it reads
     the experts that belong to its rank at the start."""
+    update: int = 0
+    """Number of the weight update that the weights of the checkpoint count as."""
 
 
 class ApiServerSpec(msgspec.Struct, frozen=True):

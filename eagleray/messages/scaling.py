@@ -7,6 +7,8 @@ be sent `Draining`; each replies with `Drained` when none of its requests runs o
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from eagleray.identity import ClientId, EngineId
@@ -25,12 +27,14 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RestartEngines(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Replace the engines by new processes, one after another."""
+    """Replace the engines by new processes, one after another, with an engine more meanwhile if there is room."""
 
     ranks: tuple[int, ...] = ()
     """Ranks to restart; empty for all."""
     drain_timeout: float = 0.0
     """See `Scale.drain_timeout`."""
+    options: dict[str, Any] = {}
+    """Options that engines have from now on, by name; None stands for the default of an option."""
 
 
 class GetScaling(msgspec.Struct, frozen=True, kw_only=True, tag=True):

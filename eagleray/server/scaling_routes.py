@@ -70,6 +70,10 @@ class RestartParameters(WaitingParameters, kw_only=True):
     ranks: Annotated[list[Rank], Meta(description="Engines to restart, one after another. Default: all.")] = (
         msgspec.field(default_factory=list)
     )
+    options: Annotated[
+        dict[str, Any],
+        Meta(description="Options that all engines have from now on, by name; null stands for the default."),
+    ] = msgspec.field(default_factory=dict)
 
 
 class ElasticParameters(OperationParameters, kw_only=True):
@@ -105,6 +109,12 @@ class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
     participating_ranks: Annotated[list[int], Meta(description="Ranks of the engines that run or are restarted.")]
     requested_api_server_count: int | msgspec.UnsetType | None = msgspec.UNSET
     active_api_server_count: int
+    requested_options: Annotated[dict[str, Any] | msgspec.UnsetType, Meta(description="Only of a restart.")] = (
+        msgspec.UNSET
+    )
+    engine_options: Annotated[
+        dict[str, Any], Meta(description="Options of all engines that restarts have changed since the start.")
+    ]
     safe_to_delete_ranks: Annotated[list[int], Meta(description="Ranks that were removed and whose processes exited.")]
     waiting_for: str | None
     last_error: str | None
@@ -162,7 +172,7 @@ class ScalingRoutes:
         )
         restart = Operation(
             self.restart,
-            "Restart engines, one after another.",
+            "Restart engines, one after another, perhaps with other options.",
             request_body=RestartParameters,
             takes_query=True,
             response=ScalingStatus,
@@ -207,7 +217,7 @@ class ScalingRoutes:
 
     async def restart(self, request: Request) -> Response:
         given = await self._restart.read(request)
-        restart = restart_request(given.ranks, given.drain_timeout)
+        restart = await restart_request(self._service.model_config, given.ranks, given.drain_timeout, given.options)
         return _respond(await self._execute(request, given, restart, wait=given.wait), wait=given.wait)
 
     async def scale_elastic(self, request: Request) -> Response:

@@ -56,6 +56,8 @@ class Service:
         self.model_dir = str(checkpoint_dir(config.model))
         self.model_root = model_root(config.model)
         """Model that was asked for: its id, or its directory."""
+        self.model_config = config.model
+        """Options of the model at the start."""
         self._config = config
         self.memory_return = MemoryReturn()
         self._options = config.serving

@@ -90,8 +90,13 @@ def streams(server: ServerProcess, expected: list[list[int]]) -> Iterator[None]:
 
 def wait_until_all_run(http: httpx.Client) -> None:
     """Wait until every engine computes requests."""
+    wait_until_run(http, len(engines(http)))
+
+
+def wait_until_run(http: httpx.Client, count: int) -> None:
+    """Wait until this many engines compute requests."""
     deadline = time.monotonic() + SECONDS
-    while not all(engine["load"] and engine["load"]["num_running"] for engine in engines(http)):
+    while sum(bool(engine["load"] and engine["load"]["num_running"]) for engine in engines(http)) < count:
         assert time.monotonic() < deadline, f"an engine has no request: {engines(http)}"
         time.sleep(POLL_SECONDS)
 
@@ -150,6 +155,35 @@ def test_scale_down_by_the_first_rank_streams_move(server, http, expected):
     assert resumed(http) > before
     refused = http.post("/inference/v1/generate", json={"token_ids": [5]}, headers={"X-data-parallel-rank": "0"})
     assert refused.status_code == 400
+
+
+def test_restart_with_options_streams_are_unchanged(server, http, expected):
+    before = incarnations(http)
+    with streams(server, expected):
+        status = post(http, "/restart", options={"max_num_seqs": 64})
+        assert (status["engine_options"], status["participating_ranks"]) == ({"max_num_seqs": 64}, [1])
+    assert incarnations(http) == {1: before[1] + 1}
+    assert "64 requests of the full length" in server.log
+    refused = http.post("/restart", json={"options": {"data_parallel_size": 3}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "data_parallel_size")
+
+
+@pytest.mark.slow  # tests/unit/fleet/test_rolling_restart.py tests the machine
+def test_restart_with_another_checkpoint_and_back(server, http, expected, checkpoint, tmp_path):
+    other = str(make_checkpoint(tmp_path / "other", "qwen3", max_position_embeddings=4000, seed=7))
+    (Path(other) / "tokenizer.json").unlink(missing_ok=True)
+    with ThreadPoolExecutor(1) as pool, connect(server) as stream:
+        running = pool.submit(one_stream, stream, 0)
+        wait_until_run(http, 1)
+        status = post(http, "/restart", options={"model": other}, drain_timeout=SECONDS)
+        assert running.result() == expected[0], "it ended where it began"
+    assert status["engine_options"]["model"] == other
+    assert http.get("/weight_info").json()["weight_version"] == "1"
+    assert one_stream(http, 0) != expected[0]
+    broken = http.post("/restart", json={"options": {"model": checkpoint, "num_kv_blocks": 1}})
+    assert broken.status_code == 400 and "the cache has room for 1 blocks" in broken.text
+    assert post(http, "/restart", options={"model": checkpoint})["engine_options"].get("model") is None
+    assert one_stream(http, 0) == expected[0]
 
 
 @pytest.mark.grid  # test_api_servers.py has a server that leaves

@@ -11,17 +11,11 @@ from typing import Any
 
 import msgspec
 
+from eagleray.fleet.control.caller import Caller
 from eagleray.fleet.control.operations import Condition, Replies, Steps
 from eagleray.fleet.control.rules import NAMES
-from eagleray.identity import ClientId, MemberId
+from eagleray.identity import MemberId
 from eagleray.messages.control import ControlCall, ControlRequest
-
-
-@dataclass
-class Caller:
-    client: ClientId
-    call_id: int
-    deadline: float
 
 
 @dataclass

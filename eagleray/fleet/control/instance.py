@@ -139,6 +139,8 @@ class SteeredInstance:
         self.absent: dict[int, tuple[str, bool]] = {}
         """Engines that have not started again, by rank: cause of the exit, and whether a replacement follows."""
         self.transfer: WeightTransfer | None = None
+        self.weights_kept_because: str | None = None
+        """Why no weight update may begin now; None if one may."""
         self.labels: dict[int | None, str] = {0: InstanceState().weight_version}
         """Names of the weights of the committed updates, by number."""
         self.effects: list[Effect] = []

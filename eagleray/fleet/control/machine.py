@@ -18,12 +18,13 @@ from eagleray.config.sections import Config
 from eagleray.errors import DeadlineExceeded, EagleRayError, TransferBroken, WrongState
 from eagleray.fleet import timeouts
 from eagleray.fleet.control import operations
-from eagleray.fleet.control.control_operation import Caller, ControlOperation, key_of
+from eagleray.fleet.control.caller import Caller
+from eagleray.fleet.control.control_operation import ControlOperation, key_of
 from eagleray.fleet.control.dispatch import steps_of
 from eagleray.fleet.control.instance import Effect, EngineRecord, MemberFailed, SendAnswer, SteeredInstance
 from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies
 from eagleray.fleet.control.rules import NAMES, check_state, may_resume
-from eagleray.fleet.control.weight_sources import WeightSources
+from eagleray.fleet.control.weight_sources import WeightDirectory, WeightSources
 from eagleray.fleet.control.weight_update import WeightUpdates
 from eagleray.hub.locate import model_root
 from eagleray.identity import ClientId, EngineId, MemberId
@@ -72,6 +73,8 @@ class Control:
         self._weight_update_timeout = weight_update_timeout
         self._trainer_due: float | None = None
         """Time at which the open update is aborted unless the trainer calls; None without an open update."""
+        self._former_weights: tuple[int, str, list[WeightDirectory]] | None = None
+        """Number, name and directories of the weights before `use_checkpoint`."""
         self._current: ControlOperation | None = None
         self._queue: list[ControlOperation] = []
         self._is_regrouping = False
@@ -120,6 +123,27 @@ class Control:
             weight_update_timeout=config.recovery.weight_update_timeout,
             checkpoint=None if config.model.load_format == "dummy" else model_root(config.model),
         )
+
+    def use_checkpoint(self, update: int, directory: str, now: float) -> list[Effect]:
+        """Have the weights of another checkpoint be those of the instance, as `update`. Engines that have joined with
+        other weights go on with them, and no engine joins with others from now on."""
+        self._instance.now = now
+        self._former_weights = (self.state.update, self.state.weight_version, self._sources.directories)
+        self._sources.directories = [WeightDirectory(update, directory, "")]
+        self._instance.assign(self._instance.changed(update=update, weight_version=str(update)))
+        return self._effects()
+
+    def restore_weights(self, now: float) -> list[Effect]:
+        """Have the weights from before `use_checkpoint` be those of the instance again."""
+        self._instance.now = now
+        assert self._former_weights is not None
+        update, version, self._sources.directories = self._former_weights
+        self._instance.assign(self._instance.changed(update=update, weight_version=version))
+        return self._effects()
+
+    def keep_weights(self, reason: str | None) -> None:
+        """Allow no change of the weights for this reason; None ends that."""
+        self._instance.weights_kept_because = reason
 
     def set_ranks(self, ranks: Iterable[int]) -> None:
         """Record that the instance has engines of these ranks from now on."""

@@ -55,6 +55,11 @@ def check_state(
     open update repeats the last commit.
     """
     state = instance.state
+    begins_update = isinstance(request, StartWeightUpdate | InitWeightTransfer | SetWeightVersion) or (
+        isinstance(request, UpdateWeights) and request.weight_dir is not None
+    )
+    if begins_update and instance.weights_kept_because is not None:
+        raise WrongState(f"{NAMES[type(request)]} is not possible now: {instance.weights_kept_because}")
     is_updating, weights_sleep = state.open_update is not None, "weights" in state.asleep
     match request:
         case Resume():

@@ -57,7 +57,8 @@ class WeightSources:
 
     def __init__(self, instance: SteeredInstance, *, checkpoint: str | None = None) -> None:
         self._instance = instance
-        self._directories = [] if checkpoint is None else [WeightDirectory(0, checkpoint, "")]
+        self.directories = [] if checkpoint is None else [WeightDirectory(0, checkpoint, "")]
+        """Directories of the checkpoint and of the last update that was read from one."""
         self._fetches: dict[EngineId, WeightFetch] = {}
         self._failed: dict[EngineId, FailedSources] = {}
 
@@ -68,7 +69,7 @@ class WeightSources:
 
     def add_directory(self, directory: WeightDirectory) -> None:
         """Remember the directory that the last update was read from."""
-        self._directories = [*self._directories[:1], directory]
+        self.directories = [*self.directories[:1], directory]
 
     def review(self) -> None:
         """Have engines that lack weights fetch them from their sources."""
@@ -146,7 +147,7 @@ class WeightSources:
         update = instance.state.update
         others = [it.engine for it in instance.started if it.update == update and it.engine != engine]
         engines: list[Source] = [] if instance.shares_experts else [*others]
-        return [*engines, *(directory for directory in self._directories if directory.update == update)]
+        return [*engines, *(directory for directory in self.directories if directory.update == update)]
 
     def _fail(self, engine: EngineId) -> None:
         """Record that a source has failed. Another source is tried next."""

@@ -107,6 +107,17 @@ def test_restart_names_its_operation_at_random(capsys):
     assert len({body["operation_id"] for body in bodies}) == 2
 
 
+def test_restart_sends_the_options_that_are_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new").mkdir()
+    with running((202, COMPLETED), (202, COMPLETED)) as server:
+        line = ["restart", "--rolling", "--url", server.url]
+        assert main([*line, "--model", "new", "--max-num-seqs", "64", "--no-enable-prefix-caching"]) == 0
+        assert main([*line, "--model", "owner/model"]) == 0
+    options = {"model": str(tmp_path / "new"), "max_num_seqs": "64", "enable_prefix_caching": False}
+    assert [body["options"] for _, _, body in server.requests] == [options, {"model": "owner/model"}]
+
+
 def test_scale_failed_operation_is_exit_code_1(capsys):
     with running((202, STARTING), (200, FAILED)) as server:
         assert main(["scale", "--url", server.url, "-dp", "2"]) == 1

@@ -17,7 +17,7 @@ from eagleray.fleet.external_clients import is_external
 from eagleray.fleet.replica import Up
 from eagleray.fleet.turn import Action, Connect, Disconnect, FailInstance, Send, Spawn
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
-from eagleray.messages.control import Command, CommandDone, ControlCall, ControlReturned
+from eagleray.messages.control import Command, CommandDone, ControlCall, ControlReturned, FetchWeights
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import (
     Bound,
@@ -82,6 +82,8 @@ class World(Machine):
         self.commands: defaultdict[MemberId, list[Command]] = defaultdict(list)
         """Commands that members have not executed."""
         self.draining: defaultdict[MemberId, list[EngineId]] = defaultdict(list)
+        self.updates: dict[MemberId, int] = {}
+        """Numbers of the updates whose weights engines have."""
         self.bound: set[MemberId] = set()
         self.started: set[MemberId] = set()
         self.loaded: set[MemberId] = set()
@@ -128,6 +130,8 @@ class World(Machine):
                 assert not self.state.failure and not self.is_closed
                 older = [other for other in self.spawned if replica_key(other) == replica_key(member)]
                 assert all(other.incarnation < member.incarnation for other in older)
+                if isinstance(member, EngineId):
+                    self.updates[member] = self.state.engine_options(member).update
                 if replica_key(member) in self.state._changes.held:
                     self.hidden.add(member)
             case Connect(member, _, attach):
@@ -189,7 +193,7 @@ class World(Machine):
         assert isinstance(self._event, Exited | Ended | TimePassed | Silent | CommandDone), self._event
         if self.is_serving and not self.shares_experts:
             replicas = self.state._replicas
-            expected = {type(key) for key in replicas.keys() - self.state._changes.held if replicas[key].expected}
+            expected = {type(key) for key in replicas.expected() if key not in self.state._changes.held}
             assert not {EngineId, *([ClientId] if self.config.serving.api_server_count else [])} <= expected
         elif isinstance(self._event, Exited | Ended):
             assert self._event.cause.kind or self.config.recovery.max_engine_restarts == 0
@@ -221,7 +225,8 @@ class World(Machine):
                 self.advance(member)
                 return
             self.started.add(member)
-            self.handle(EngineStarted(member, INFO) if isinstance(member, EngineId) else ClientStarted(member))
+            is_engine = isinstance(member, EngineId)
+            self.handle(EngineStarted(member, INFO, self.updates[member]) if is_engine else ClientStarted(member))
 
     @property
     def shares_experts(self) -> bool:
@@ -284,7 +289,10 @@ class World(Machine):
     def execute_next(self, member: MemberId, failure: Failure | None = None) -> None:
         """Have a member execute its next command."""
         command = self.commands[member].pop(0)
-        result = {"update": 0, "is_collective": False, "success": True}
+        if isinstance(command.body, FetchWeights) and failure is None:
+            self.updates[member] = command.body.update
+        update = self.updates.get(member, 0)
+        result = {"update": update, "handles": [], "is_collective": False, "success": True}
         self.handle(CommandDone(member=member, number=command.number, result=result, failure=failure))
 
     @property
@@ -389,6 +397,12 @@ class World(Machine):
         assert steered.num_workers == len(steered.ranks) * steered.workers_per_engine
         current = self.state._scaling._current
         assert current is None, current
+        options = self.state._options
+        assert options.rollout is None and self.state._restarts.surge is None
+        for key, replica in replicas.items():
+            if isinstance(replica.member, EngineId) and isinstance(replica.state, Up):
+                assert options.of(key) is options.settled, f"{replica.member.label} has other options"
+                assert self.updates[replica.member] == self.state._control.state.update
         assert not self.state._changes.held and not self.state._changes.undrained and not self.state._replicas._leaving
 
     @property

@@ -151,7 +151,7 @@ def test_scale_expert_group_added_engines_join_when_all_have_loaded():
     it, call = scaling(Scale(num_engines=4))
     added = [EngineId("i", rank) for rank in (2, 3)]
     assert it.state.expert_group_size == 4, "added engines read no experts"
-    assert it.state.engine_config.parallel.data_parallel_size == 4
+    assert it.state.engine_config(added[0]).parallel.data_parallel_size == 4
     it.bind(added[0])
     it.bind(added[1])
     it.advance(added[0])

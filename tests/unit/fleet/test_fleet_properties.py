@@ -198,11 +198,24 @@ class FleetMachine(RuleBasedStateMachine):
         for caller in pick(self.world.clients, client):
             self.world.send_call(caller, request, operation_id, timeout)
 
-    @rule(client=INDEX, ranks=RANKS, drain_timeout=DRAINS, operation_id=IDS, timeout=TIMEOUTS)
-    def restart(self, client, ranks, drain_timeout, operation_id, timeout):
+    @rule(
+        client=INDEX,
+        ranks=RANKS,
+        drain_timeout=DRAINS,
+        operation_id=IDS,
+        timeout=TIMEOUTS,
+        options=st.sampled_from([{}, {}, {"max_num_seqs": 7}, {"model": "/new"}]),
+        has_room=st.booleans(),
+    )
+    def restart(self, client, ranks, drain_timeout, operation_id, timeout, options, has_room):
+        self.world.shortage = None if has_room else "there is no room"
+        ranks = () if options else ranks
         for caller in pick(self.world.clients, client):
             self.world.send_call(
-                caller, RestartEngines(ranks=ranks, drain_timeout=drain_timeout), operation_id, timeout
+                caller,
+                RestartEngines(ranks=ranks, drain_timeout=drain_timeout, options=options),
+                operation_id,
+                timeout,
             )
 
     @rule(client=INDEX, request=st.sampled_from(CALLS), operation_id=IDS, timeout=TIMEOUTS)

@@ -1,4 +1,4 @@
-"""The estimate of the memory that further engines take."""
+"""The GPUs that further engines need, and the estimate of the memory that they take."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from fleet_machine import INFO
 
 from eagleray.config.build import build_config
-from eagleray.fleet.host_room import explain_memory_shortage
+from eagleray.fleet.host_room import explain_gpu_shortage, explain_memory_shortage
 from eagleray.messages.membership import ProcessInfo
+from eagleray.process import host_gpus
 from eagleray.process.host_memory import own_bytes
 
 GIB = 2**30
@@ -65,3 +66,32 @@ def test_own_bytes_counts_what_a_process_has_for_itself_once():
     with mmap.mmap(-1, 32 * 2**20) as memory:
         memory.write(b"x" * len(memory))
         assert own_bytes([os.getpid(), os.getpid(), 2**22 + 1]) - before > 30 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("num_added", "ranks", "options", "num_gpus", "shortage"),
+    [
+        (1, [0], {}, 0, None),  # engines compute on CPUs
+        (1, [0], {}, 2, None),
+        (1, [0, 1], {}, 2, "1 engine more would need 3 GPUs with those that run, but this host has 2"),
+        (1, [0, 2], {}, 3, None),
+        (2, [0, 2], {"tensor_parallel_size": 2}, 6, "2 engines more would need 8 GPUs"),
+        (1, [0, 1], {"device": "cpu"}, 2, None),
+        (1, [0, 1], {"executor": "ray"}, 2, None),
+        (1, [4, 5], {"data_parallel_start_rank": 4, "data_parallel_size": 8}, 3, None),
+    ],
+)
+def test_explain_gpu_shortage(num_added, ranks, options, num_gpus, shortage):
+    explained = explain_gpu_shortage(num_added, ranks, build_config(**options), count_gpus=lambda: num_gpus)
+    assert (explained is None) if shortage is None else explained.startswith(shortage)
+
+
+def test_num_visible_gpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(host_gpus, "GPUS", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "0000:01:00.0").mkdir()
+    counts = [host_gpus.num_visible_gpus()]
+    for visible in ("", "0,1", "GPU-1a,-1,3"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        counts.append(host_gpus.num_visible_gpus())
+    assert counts == [1, 0, 2, 1]

@@ -269,8 +269,9 @@ def test_scale_caller_at_an_api_server_that_goes_is_answered_before():
     assert it.answer(it.call(GetScaling()))["phase"] == "completed"
 
 
-def test_restart_engines_one_after_another():
+def test_restart_without_room_engines_one_after_another():
     it = Machine.serving(data_parallel_size=2)
+    it.shortage = "no memory is free"
     it.forget()
     call = it.call(RestartEngines())
     (left,) = [message for message in it.received[OBSERVER] if isinstance(message, Left)]
@@ -289,6 +290,7 @@ def test_restart_engines_one_after_another():
 
 def test_restart_stops_when_a_replacement_is_given_up():
     it = Machine.serving(data_parallel_size=2)
+    it.shortage = "no memory is free"
     call = it.call(RestartEngines(ranks=(1,)))
     it.exit(E[1], "it ended with exit code 0")
     for attempt in (1, 2):
@@ -320,7 +322,7 @@ def test_scale_impossible_request_is_refused_and_changes_nothing(request_, messa
 
 def test_scale_engines_are_configured_for_the_ranks_of_now():
     def sizes(it, rank):
-        config = it.state.engine_config
+        config = it.state.engine_config(E[rank])
         assert len(local_ranks(config)) == config.parallel.data_parallel_size
         return engines_on_host(config), engine_index(config, rank), first_device(config, rank)
 
@@ -415,6 +417,7 @@ def test_scale_draining_engine_that_is_given_up_leaves_once():
 
 def test_scale_late_report_of_an_earlier_drain_is_ignored():
     it = Machine.serving()
+    it.shortage = "no memory is free"
     it.call(RestartEngines(drain_timeout=30.0))
     for client in (OBSERVER, A[0]):
         it.handle(Drained(client, E[0]))
@@ -433,6 +436,7 @@ def test_scale_late_report_of_an_earlier_drain_is_ignored():
 
 def test_restart_engine_that_starts_already_is_awaited():
     it = Machine.serving()
+    it.shortage = "no memory is free"
     it.exit(E[0])
     it.pass_time(0.0)
     call = it.call(RestartEngines(drain_timeout=30.0))

@@ -23,6 +23,7 @@ STATUS = {
     "active_data_parallel_size": 4,
     "participating_ranks": [0, 1, 2, 3],
     "active_api_server_count": 1,
+    "engine_options": {},
     "safe_to_delete_ranks": [],
     "waiting_for": None,
     "last_error": None,
@@ -69,6 +70,11 @@ def supervisor(api):
         ("/scale", {"api_server_count": 2, "drain_timeout": 1.5}, Scale(num_api_servers=2, drain_timeout=1.5)),
         ("/restart", None, RestartEngines()),
         ("/restart", {"ranks": [1], "drain_timeout": 3}, RestartEngines(ranks=(1,), drain_timeout=3.0)),
+        (
+            "/restart",
+            {"options": {"max-num-seqs": "64", "kv_cache_memory": None}},
+            RestartEngines(options={"max_num_seqs": 64, "kv_cache_memory": None}),
+        ),
         ("/scale_elastic_ep", {"new_data_parallel_size": 4}, Scale(num_engines=4, drain_timeout=120.0)),
         ("/scale_elastic_ep", {"new_data_parallel_size": 4, "drain_timeout": 0}, Scale(num_engines=4)),
     ],
@@ -81,6 +87,27 @@ def test_scaling_route_makes_the_call_and_answers_with_its_end(api, supervisor, 
     assert supervisor.calls[0].operation_id == "mine"
     message = {"message": "Scaled to 4 data parallel engines"} if "elastic" in path else {}
     assert response.json() == STATUS | message
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size", "cannot be changed by a restart of engines, because it"),
+        ({"port": 1}, "port", "these can: model, revision, num_kv_blocks"),
+        ({"max_num_seq": 64}, "max_num_seq", "did you mean `max_num_seqs`?"),
+        ({"max_num_seqs": 0}, "max_num_seqs", "expected `int` >= 1"),
+        ({"enforce_eager": True}, "enforce_eager", "nothing to do here"),
+        ({"model": "/nowhere"}, "model", "there is no such directory"),
+        ([1], "options", "object"),
+    ],
+)
+def test_restart_route_refuses_options_before_anything_changes(api, supervisor, options, param, message):
+    response = api.post("/restart", {"options": options})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+    assert supervisor.calls == []
 
 
 @pytest.mark.parametrize(
