@@ -14,17 +14,25 @@ GPU_JSON   ?= gpu.json
 # Marks of tests that neither `make test` nor `make test-all` runs, because each has a target of its own.
 OWN_TARGETS := hosts or documents or deploy or examples or browser
 
+CHEAP_TESTS := not (slow or grid or aarch64 or $(OWN_TARGETS))
+
 # Bytecode is kept even if the environment forbids it, as some container images do: tests start hundreds of processes,
 # and each would compile the package again, which is a fifth of the processor time of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test quick test-slow test-all test-aarch64 test-hosts wheel gpu chaos fuzz soak compat browser docs docs-commands examples check-deploy keywords lint lint-types lint-rules clean
+.PHONY: serve test warm quick test-slow test-all test-aarch64 test-hosts wheel gpu chaos fuzz soak compat browser docs docs-commands examples check-deploy keywords lint lint-types lint-rules clean
 
 serve: $(SERVE_READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
-test: lint  ## Everything that must hold before a change lands.
-	$(BIN)/python -m pytest -n 2 -m "not (slow or grid or aarch64 or $(OWN_TARGETS))"
+test: $(READY)  ## Everything that must hold before a change lands.
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-rules warm
+	$(BIN)/python -m pytest -n 2 -m "$(CHEAP_TESTS)"
+
+# Imports each module of the tests, which writes bytecode, and has the kernels compiled, on the core that is idle while
+# types are checked. Else every worker of pytest would do the first of these for itself, and wait for the second.
+warm: $(READY)
+	$(BIN)/python -m pytest -m "$(CHEAP_TESTS)" -k "test_normalize_in_place or test_normalize_older_processor"
 
 quick: $(READY)  ## Unit tests alone, in less than two minutes.
 	$(BIN)/python -m pytest -n 2 -m "not (slow or grid or aarch64)" tests/unit
