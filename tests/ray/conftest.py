@@ -23,7 +23,8 @@ from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 LEFT_SECONDS = 3.0
 NUM_NODES = 4
 made_clusters: dict[str, Any] = {}
-OBJECT_STORE_BYTES = 80 << 20
+SMALL_NODE = {"include_dashboard": False, "include_log_monitor": False, "object_store_memory": 80 << 20}
+"""Options of every node. The log monitor would poll the files of each worker for all of the tests, for nobody."""
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +39,7 @@ def cluster() -> Iterator[str]:
         patch.setenv("RAY_health_check_period_ms", "500")
         patch.setenv("RAY_health_check_timeout_ms", "1000")
         patch.setenv("RAY_health_check_failure_threshold", "3")
+        patch.setenv("REPORTER_UPDATE_INTERVAL_MS", "600000")  # statistics for dashboards, by an agent of each node
         for name, value in ray_cluster.NO_IDLE_WORKERS.items():
             patch.setenv(name, value)
         patch.delenv("RAY_ADDRESS", raising=False)
@@ -80,7 +82,7 @@ def add_node(cluster: str) -> Iterator[ray_cluster.AddNode]:
     added: list[Any] = []
 
     def add(**options: Any) -> Callable[[], None]:
-        node = made.add_node(num_cpus=0, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **options)
+        node = made.add_node(num_cpus=0, **SMALL_NODE, **options)
         added.append(node)
 
         def remove() -> None:
@@ -125,8 +127,7 @@ def _node(*, num_cpus: int, acc: int, num_gpus: int = 0, far: int = 0, address: 
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
         "resources": {"acc": acc, **({"far": far} if far else {})},
-        "include_dashboard": False,
-        "object_store_memory": OBJECT_STORE_BYTES,
+        **SMALL_NODE,
     }
     if address is not None:
         options["node_ip_address"] = address
