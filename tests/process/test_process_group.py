@@ -75,7 +75,7 @@ def next_plan(step: int, rows: int = 2) -> StepPlan:
 
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.grid), 3])
-def test_process_group_calls_are_answered_by_all_and_steps_by_sampler(workers):
+def test_process_group_calls_are_answered_by_all_steps_by_sampler_and_failures_are_named(workers):
     before = children()
     with executor(workers) as opened:
         assert opened.world_size == workers
@@ -83,15 +83,10 @@ def test_process_group_calls_are_answered_by_all_and_steps_by_sampler(workers):
         pending = [opened.step(first_plan()), opened.step(next_plan(1)), opened.step(next_plan(2))]
         assert [step.result().rows for step in pending] == [[0, 1]] * 3
         assert len(children()) == len(before) + workers
+        pending = [opened.step(next_plan(3, rows=3))]  # the last of these rows never started
+        with pytest.raises(WorkerFailed, match=r"engine-0/tp[012]-pp0: KeyError: 2\nTraceback(.|\n)*worker.py"):
+            pending[0].result()
     assert children() == before
-
-
-def test_process_group_failure_names_rank_and_cause():
-    with executor(2) as opened:
-        load_null(opened)
-        pending = opened.step(next_plan(0))  # rows that never started
-        with pytest.raises(WorkerFailed, match=r"engine-0/tp[01]-pp0: KeyError: 0\nTraceback(.|\n)*worker.py"):
-            pending.result()
 
 
 def test_process_group_user_error_keeps_its_type(tmp_path):
