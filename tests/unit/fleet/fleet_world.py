@@ -127,7 +127,7 @@ class World(Machine):
     def _carry_out(self, action: Action) -> None:
         match action:
             case Spawn(member):
-                assert not self.state.failure and not self.is_closed
+                assert not self.error and not self.is_closed
                 older = [other for other in self.spawned if replica_key(other) == replica_key(member)]
                 assert all(other.incarnation < member.incarnation for other in older)
                 if isinstance(member, EngineId):
