@@ -154,7 +154,8 @@ class ExpertGroupMember:
         seconds = time.monotonic() - self._waits_since
         names = ", ".join(other.label for other in self._others) or "no other engine"
         logger.info("expert group formed with %s (epoch %d, after %.2f s)", names, formed.epoch, seconds)
-        self._outbox.send(SUPERVISOR, ExpertsJoined(self._engine, formed.epoch))
+        shortage = next((worker.shortage for worker in joined_workers if worker.shortage is not None), None)
+        self._outbox.send(SUPERVISOR, ExpertsJoined(self._engine, formed.epoch, shortage))
         if self._started is not None:
             self._outbox.send(SUPERVISOR, self._started)
             self._started = None

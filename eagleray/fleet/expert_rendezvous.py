@@ -24,6 +24,8 @@ class ExpertRendezvous:
         """Ranks of the engines of this epoch."""
         self.leaving: list[int] = []
         """Those of them that are about to leave: the others take over their experts."""
+        self.shortage: str | None = None
+        """What an engine lacks for the experts of those that were to leave; then these keep them."""
         self.has_changed = False
         """Whether the ranks have ever changed, so that the experts are not where they were at the start."""
         self._opened: dict[int, tuple[EngineId, EngineOpened]] = {}
@@ -62,10 +64,12 @@ class ExpertRendezvous:
         self._opened[engine.rank] = engine, opened
         return True
 
-    def join(self, engine: EngineId, epoch: int) -> None:
-        """Record that `engine` has joined the group."""
+    def join(self, engine: EngineId, epoch: int, shortage: str | None = None) -> None:
+        """Record that `engine` has joined the group. `shortage`: what it lacks for the experts of those that leave."""
         if epoch == self.epoch and engine in self.engines:
             self._joined.add(engine.rank)
+            if shortage is not None:
+                self.shortage, self.leaving = f"{engine.label}: {shortage}", []
 
     def mark_broken(self, engine: EngineId, epoch: int) -> bool:
         """Begin the next epoch, because `engine` found the group of this one broken. False for an earlier epoch."""
@@ -88,7 +92,7 @@ class ExpertRendezvous:
     def regroup(self, ranks: Iterable[int], *, leaving: Iterable[int] = ()) -> None:
         """Begin the next epoch with other ranks, of which those in `leaving` give their experts to the others."""
         self.ranks, self.leaving = sorted(ranks), sorted(leaving)
-        self.has_changed = True
+        self.has_changed, self.shortage = True, None
         self._begin()
 
     def _begin(self) -> None:

@@ -201,6 +201,8 @@ class FleetChanges:
         yield from self.drain(operation, removed, request.drain_timeout)
         operation.phase = "committing"
         yield from self._hand_over(removed)
+        if self._rendezvous is not None and removed and self._rendezvous.shortage is not None:
+            raise InvalidRequest(self._rendezvous.shortage, param="num_engines")
         for engine in removed:
             yield Remove(engine, "it was removed by scaling")
         for server in removed_servers:
@@ -212,7 +214,7 @@ class FleetChanges:
     def remove_held(self, error: EagleRayError) -> Steps:
         """Remove the engines that a failed operation has added. Raises `RolledBack` when they are gone."""
         held = list(self.held)
-        yield from self._hand_over(held)
+        yield from self._hand_over(held, is_forced=True)
         for key in held:
             if key in self._replicas:
                 yield Remove(key, "the operation that added it failed")
@@ -279,8 +281,9 @@ class FleetChanges:
             yield Regroup(tuple(sorted(ranks.union(group.ranks))))
             yield Until(lambda: check(have_joined), lambda: f"{_labels(added)} must get experts")
 
-    def _hand_over(self, engines: Collection[EngineId]) -> Steps:
-        """Have the other engines of the expert group take over the experts of engines that leave."""
+    def _hand_over(self, engines: Collection[EngineId], *, is_forced: bool = False) -> Steps:
+        """Have the other engines of the expert group take over the experts of engines that leave. If they lack memory,
+        these stay in the group; `is_forced`: they leave all the same, and the others read the experts."""
         group = self._rendezvous
         if group is None:
             return
@@ -295,7 +298,7 @@ class FleetChanges:
         yield Until(
             lambda: group.is_settled or not leaving(), lambda: f"the experts of {_labels(engines)} must move to others"
         )
-        if leaving():
+        if leaving() and (is_forced or group.shortage is None):
             yield Regroup(tuple(rank for rank in group.ranks if rank not in leaving()))
 
     def drain(self, operation: ScalingOperation, engines: Collection[EngineId], seconds: float) -> Steps:

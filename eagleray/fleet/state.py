@@ -308,8 +308,8 @@ class FleetState:
                 self._on_engine_loaded(engine)
             case ExpertsOpened():
                 self._on_experts_opened(event)
-            case ExpertsJoined(engine, epoch):
-                self._on_experts_joined(engine, epoch)
+            case ExpertsJoined():
+                self._on_experts_joined(event)
             case ExpertsBroken(engine, epoch):
                 if self._rendezvous is not None and self._rendezvous.mark_broken(engine, epoch):
                     self._send_rendezvous()
@@ -689,9 +689,9 @@ class FleetState:
             replica.wait_for_others()
             self._changes.on_loaded(engine)
 
-    def _on_experts_joined(self, engine: EngineId, epoch: int) -> None:
+    def _on_experts_joined(self, message: ExpertsJoined) -> None:
         if self._rendezvous is not None:
-            self._rendezvous.join(engine, epoch)
+            self._rendezvous.join(message.engine, message.epoch, message.shortage)
             if self._rendezvous.is_settled:
                 self._carry_out(self._control.set_regrouping(False, self._turn.now))
 

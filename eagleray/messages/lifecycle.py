@@ -199,6 +199,8 @@ class ExpertsJoined(msgspec.Struct, frozen=True, tag=True):
 
     engine: EngineId
     epoch: int
+    shortage: str | None = None
+    """What it lacks for the experts of engines that are about to leave, which keep them therefore."""
 
 
 class ExpertsBroken(msgspec.Struct, frozen=True, tag=True):

@@ -309,13 +309,15 @@ class Model(ABC):
             self.rebalancer.step(may_move=may_move)
 
     @torch.inference_mode()
-    def on_group_formed(self, *, leaving: Collection[int] = (), has_memory: bool = True) -> None:
+    def on_group_formed(self, *, leaving: Collection[int] = (), has_memory: bool = True) -> str | None:
         """Place the experts in a new expert group, in which the ranks in `leaving` compute none. All of its ranks call
-        this at the same time. Without `has_memory`, the memory of weights sleeps."""
-        if self.rebalancer is not None:
-            if not self.updates.has_new_weights:
-                self.updates.forget()
-            self.rebalancer.on_group_formed(leaving=leaving, has_memory=has_memory)
+        this at the same time. Without `has_memory`, the memory of weights sleeps. Returns what this rank lacks for the
+        experts of those that leave, if these keep them therefore."""
+        if self.rebalancer is None:
+            return None
+        if not self.updates.has_new_weights:
+            self.updates.forget()
+        return self.rebalancer.on_group_formed(leaving=leaving, has_memory=has_memory)
 
     @torch.inference_mode()
     def read_missing_experts(self) -> None:

@@ -351,12 +351,13 @@ class ServingWorker:
             if rank in leaving
             for worker in range(num_workers)
         ]
+        shortage: str | None = None
         try:
-            self._model.on_group_formed(leaving=left, has_memory=self._memory.has_weights)
+            shortage = self._model.on_group_formed(leaving=left, has_memory=self._memory.has_weights)
             self._broken = None
         except ExpertGroupBroken as error:
             self._broken = str(error)
-        return GroupJoined(self._broken)
+        return GroupJoined(self._broken, shortage)
 
     def read_expert_load(self) -> WorkerExpertLoad:
         """Return the tokens that each expert has had, or an empty array if this rank reports none."""

@@ -30,6 +30,7 @@ from eagleray.models.moe.expert_placement import Move, balance, find_moves, find
 from eagleray.models.moe.experts import MoeBlock
 from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.weights import Weights
+from eagleray.process.host_memory import host_free_bytes
 
 logger = get_logger(__name__)
 
@@ -86,19 +87,26 @@ class Rebalancer:
             for block, slots in self._layers:
                 block.resize(slots.slots_per_rank, weights)
 
-    def on_group_formed(self, *, leaving: Collection[int] = (), has_memory: bool = True) -> None:
+    def on_group_formed(self, *, leaving: Collection[int] = (), has_memory: bool = True) -> str | None:
         """Place the experts in a new group, of which the ranks in `leaving` get none, and bring them to their ranks.
-        Without `has_memory` on all ranks, because weights sleep, missing ones are read by `read_missing`."""
+        Without `has_memory` on all ranks, because weights sleep, missing ones are read by `read_missing`.
+
+        If a rank has too little memory for the experts of those that leave, they keep them, and that rank returns what
+        it lacks.
+        """
         began = time.monotonic()
         self._num_steps = 0
         if not self._blocks:
             self._seen = self._trace.counts.clone()
-            return
+            return None
         group, layers = self._group, self._layers
         load = group.all_reduce(self._trace.counts.clone()).cpu().numpy()  # [num_layers, num_experts]
         present, may_move = self._gather_experts(layers, has_memory=has_memory)
-        per_rank = self._layout.slots_per_rank(group.size - len(leaving))
         stays = group.rank not in leaving
+        per_rank = self._layout.slots_per_rank(group.size - len(leaving))
+        shortage = self._find_shortage(per_rank) if leaving and stays else None
+        if leaving and group.all_reduce(torch.full_like(self._seen[:1, :1], shortage is not None)).item():
+            leaving, stays, per_rank = (), True, self._layout.slots_per_rank(group.size)
         placed: list[Slots] = []
         lost: list[tuple[MoeBlock, int, int]] = []
         num_received = self.num_moved
@@ -135,11 +143,26 @@ class Rebalancer:
         seconds = time.monotonic() - began
         if (num_received := self.num_moved - num_received) or lost:
             logger.info("received %d experts and read %d, in %.2f s", num_received, len(lost), seconds)
+        return shortage
 
     def read_missing(self) -> None:
         """Read the experts that could not be read while the memory of weights was asleep."""
         unread, self._unread = self._unread, []
         self._restore(unread)
+
+    def _find_shortage(self, per_rank: int) -> str | None:
+        """Return what this rank lacks to have that many expert slots in every layer, or None."""
+        sizes = [(sum(map(len, block.products.storage(0))), len(slots.local_experts)) for block, slots in self._layers]
+        needed = sum(size * max(0, per_rank - present) for size, present in sizes)
+        # A layer may be packed anew as a whole before its former memory is free.
+        working = max(size * per_rank for size, _ in sizes) if needed else 0
+        free = _free_bytes(self._seen.device, num_ranks=self._group.size)
+        if needed + working <= free:
+            return None
+        return (
+            f"the experts of engines that leave need {(needed + working) / 2**30:.2f} GiB in each worker that stays, "
+            f"which may take {free / 2**30:.2f} GiB"
+        )
 
     def _gather_experts(
         self, layers: Sequence[tuple[MoeBlock, LayerExpertSlots]], *, has_memory: bool
@@ -226,6 +249,14 @@ class Rebalancer:
         for block, slot, expert in lost:
             assert block.slots is not None
             block.slots.local_experts[slot] = expert
+
+
+def _free_bytes(device: torch.device, *, num_ranks: int) -> int:
+    """Return the memory that this rank may take, if all `num_ranks` ranks of a CPU share this host."""
+    if device.type != "cuda":
+        return host_free_bytes() // num_ranks
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _read(block: MoeBlock, slot: int) -> Tensor:

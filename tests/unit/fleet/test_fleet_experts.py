@@ -15,7 +15,7 @@ from eagleray.fleet import timeouts
 from eagleray.fleet.events import StartEngines
 from eagleray.identity import EngineId
 from eagleray.messages.control import Pause, Resume
-from eagleray.messages.lifecycle import ExpertsBroken, ExpertsFormed, ExpertsOpened, OpenExperts
+from eagleray.messages.lifecycle import ExpertsBroken, ExpertsFormed, ExpertsJoined, ExpertsOpened, OpenExperts
 from eagleray.messages.membership import Joined
 from eagleray.messages.scaling import GetScaling, Scale
 from eagleray.messages.steps import EngineOpened, GroupOpened
@@ -212,6 +212,17 @@ def test_scale_expert_group_added_engine_given_up_others_hand_over_to_the_former
     it.check_settled()
     assert "there is a bug" in str(it.outcome(call))
     assert epochs(it)[-2:] == [([0, 1, 2], [2]), ([0, 1], [])]
+
+
+def test_scale_expert_group_others_lack_memory_fails_and_all_stay():
+    it, call = scaling(Scale(num_engines=1))
+    run_until(it, lambda: set(it.opened_epochs.values()) == {2})
+    it.joined_epochs[E[0]] = 2
+    it.handle(ExpertsJoined(E[0], 2, "there is no room"))
+    it.settle()
+    it.check_settled()
+    assert "engine-0: there is no room" in str(it.outcome(call))
+    assert it.up_ranks() == [0, 1]
 
 
 def test_scale_expert_group_waits_for_calls_and_they_for_it():

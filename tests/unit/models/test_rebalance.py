@@ -19,6 +19,7 @@ from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.messages.workers import EngineOpened
 from eagleray.models import registry
 from eagleray.models.base import Model
+from eagleray.models.moe import rebalance
 from eagleray.models.moe.layout import ExpertOptions
 from eagleray.models.moe.rebalance import Rebalancer
 from eagleray.parallel.groups import Groups
@@ -215,6 +216,7 @@ def test_on_group_formed_other_engines_experts_come_from_ranks_that_have_them(sk
     )
     engines = {rank: groups[0] for rank, groups in enumerate(open_engines(2))}
     models: dict[int, Model] = {}
+    lacking: dict[int, bool] = {}
     epochs = iter(range(1, 100))
 
     def add(rank: int, *, size: int | None = None) -> None:
@@ -249,7 +251,7 @@ def test_on_group_formed_other_engines_experts_come_from_ranks_that_have_them(sk
 
                 models[rank].rebalancer._exchange = exit_before
             if breaks_at is None:
-                models[rank].on_group_formed(leaving=left)
+                lacking[rank] = models[rank].on_group_formed(leaving=left) is not None
             else:
                 with pytest.raises(ExpertGroupBroken):
                     models[rank].on_group_formed(leaving=left)
@@ -285,6 +287,12 @@ def test_on_group_formed_other_engines_experts_come_from_ranks_that_have_them(sk
     check(form(0, 1, 2), -(-(NUM_EXPERTS + redundant) // 3))
     assert torch.equal(compute(2, 0, 1, 2), expected)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(rebalance, "_free_bytes", lambda device, num_ranks: 10_000)
+        before = [own_experts(models[rank]) for rank in (0, 1, 2)]
+        assert form(0, 1, 2, leaving=(0,)) == before
+        assert lacking == {0: False, 1: True, 2: True}
+        assert torch.equal(compute(2, 0, 1, 2), expected)
     staying = form(0, 1, 2, leaving=(0,))[1:]
     assert torch.equal(compute(0, 0, 1, 2), expected), "the one that leaves still computes its requests"
     check(staying, (NUM_EXPERTS + redundant) // 2)
