@@ -294,7 +294,10 @@ class FleetChanges:
         if not leaving():
             return
         yield Until(self._may_regroup, lambda: _starting_or_changing([]))
-        yield Regroup(tuple(group.ranks), leaving())
+        # One that has exited has no experts to give, and its replacement is not waited for.
+        absent = [key.rank for key in engines if key not in self.held and not isinstance(self._replicas[key].state, Up)]
+        staying = [rank for rank in group.ranks if rank not in absent]
+        yield Regroup(tuple(staying), tuple(rank for rank in leaving() if rank in staying))
         yield Until(
             lambda: group.is_settled or not leaving(), lambda: f"the experts of {_labels(engines)} must move to others"
         )

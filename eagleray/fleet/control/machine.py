@@ -98,8 +98,10 @@ class Control:
 
     @property
     def may_regroup(self) -> bool:
-        """Whether engines may exchange experts: no call is executed, no weights change, and no memory sleeps."""
-        return self._current is None and not self.weights_are_changing and not self.state.asleep
+        """Whether engines may exchange experts: no command of a call is executed, no weights change, and no memory
+        sleeps. A call may wait for engines that start, which wait for the exchange."""
+        is_executing = self._current is not None and bool(self._current.awaited)
+        return not is_executing and not self.weights_are_changing and not self.state.asleep
 
     # Events.
 
@@ -348,8 +350,10 @@ class Control:
         """Begin and continue operations as far as possible."""
         while True:
             current = self._current
+            if self._is_regrouping:
+                return
             if current is None:
-                if not self._queue or self._is_regrouping:
+                if not self._queue:
                     return
                 self._begin(self._queue.pop(0))
             elif current.awaited or (current.condition is not None and not current.condition.holds()):

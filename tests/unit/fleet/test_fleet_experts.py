@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from eagleray.fleet import timeouts
 from eagleray.fleet.events import StartEngines
 from eagleray.identity import EngineId
-from eagleray.messages.control import Pause, Resume
+from eagleray.messages.control import InitWeightTransfer, Pause, Resume
 from eagleray.messages.lifecycle import ExpertsBroken, ExpertsFormed, ExpertsJoined, ExpertsOpened, OpenExperts
 from eagleray.messages.membership import Joined
 from eagleray.messages.scaling import GetScaling, Scale
@@ -198,6 +198,25 @@ def test_scale_expert_group_engine_killed_at_any_time_completes(request_, victim
         assert it.outcome(call)["phase"] == "completed"
         is_named = bool(request_.remove_ranks)
         assert it.outcome(call)["participating_ranks"] == ([1, 2] if is_named else [0, 1, 2])
+
+
+def test_scale_expert_group_missing_engine_is_removed_without_its_replacement():
+    it, _ = scaling(Scale(num_engines=2))
+    it.settle()
+    it.end(E[0], CAUSES["signal"])
+    call = it.send_call(OBSERVER, Scale(remove_ranks=(0,)), "remove", 600.0)
+    assert it.group_messages[E[1]] == OpenExperts(3, [1], [1])
+    it.settle()
+    it.check_settled()
+    assert it.outcome(call)["participating_ranks"] == [1]
+
+
+def test_scale_expert_group_call_that_waits_for_added_engine_does_not_delay_it():
+    it, call = scaling(Scale(num_engines=3))
+    transfer = it.send_call(OBSERVER, InitWeightTransfer(init_info={}), "init", 600.0)
+    it.settle()
+    assert it.now < 100.0
+    assert (it.outcome(call)["phase"], isinstance(it.outcome(transfer), dict)) == ("completed", True)
 
 
 def test_scale_expert_group_added_engine_given_up_others_hand_over_to_the_former():
