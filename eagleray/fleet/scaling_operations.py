@@ -17,7 +17,7 @@ from eagleray.fleet import timeouts
 from eagleray.fleet.control.caller import Caller
 from eagleray.fleet.expert_rendezvous import ExpertRendezvous
 from eagleray.fleet.membership import Membership
-from eagleray.fleet.replica import Replica
+from eagleray.fleet.replica import Replica, Up
 from eagleray.fleet.turn import Turn
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
 from eagleray.messages.scaling import RestartEngines, Scale
