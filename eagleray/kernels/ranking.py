@@ -5,10 +5,15 @@ The order is total, so its first tokens never depend on the other rows of a batc
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 MASK_BITS = 32
+DRAW_ONE_BITS = 40
 
 
 class Ranking:
@@ -38,6 +43,32 @@ class Ranking:
         bits = torch.arange(MASK_BITS, dtype=torch.int32, device=masks.device)
         allowed = (masks[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
         logits[rows] = logits[rows].masked_fill_(allowed.logical_not_(), -torch.inf)
+
+    def first_allowed(self, logits: Tensor, rows: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+        """Do as `keep_allowed`, and return what `first` returns for these rows: token ids [m] and logits [m]."""
+        self.keep_allowed(logits, rows, masks)
+        return self.first(logits[rows])
+
+    def draw(self, logits: Tensor, highest: Tensor, draws: Draws, *, out: Tensor) -> bool:
+        """Draw a token from each row of `logits` [n, vocab_size] that `draws` has, into the same index of `out`, int64
+        [n]. Returns False if the ranking has no function for it.
+
+        highest: [n] the highest logits, which must be finite in these rows.
+        """
+        return False
+
+
+class Draws(NamedTuple):
+    """Random draws of one token each, from all tokens of its row."""
+
+    rows: npt.NDArray[np.int64]
+    """[m] no row twice"""
+    temperature: npt.NDArray[np.float32]
+    """[m]"""
+    uniforms: npt.NDArray[np.float64]
+    """[m] numbers of (0, 1) that decide"""
+    least_weights: npt.NDArray[np.int64]
+    """[m] Tokens of a lower weight are not drawn. The likeliest one weighs 2**DRAW_ONE_BITS."""
 
 
 def rank_tokens(logits: Tensor, mask: Tensor) -> Tensor:

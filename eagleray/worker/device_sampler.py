@@ -2,7 +2,7 @@
 
 A step begins when its logits have been launched and finishes when its results have been downloaded. The tokens stay on
 the device for the next step; the state that depends on them, such as counts of penalties, is kept there too. Grammars
-alone are followed on the host: it computes their masks after the launch of the forward pass, and uploads them. The
+alone are followed on the host: it computes their masks once their tokens are known, and uploads them. The
 order of what is done to the logits is that of the sampler for CPUs, and so are the decisions. Driven by the runner.
 """
 
@@ -90,6 +90,7 @@ class DeviceSamplingStep:
     _masks: PendingMasks | None
     _refused: dict[int, str]
     """Reasons why matchers failed, by index into the rows."""
+    _grammars: GrammarRows | None
 
     def finish(self, arrays: Sequence[HostArray]) -> Sampled:
         """Return the result, which the grammars of the rows accept. `arrays`: the content of `tensors`."""
@@ -99,7 +100,8 @@ class DeviceSamplingStep:
         failed |= {index: reason for index, reason in self._refused.items() if failed.get(index) != NOT_FINITE}
         sampled = gather_sampled(own.rows, token_ids.tolist(), self._reports(arrays[1:]), failed, self._masks)
         if own.grammars is not None:
-            own.grammars.accept(sampled.rows, sampled.token_ids)
+            assert self._grammars is not None
+            self._grammars.accept(own.grammars, sampled.rows, sampled.token_ids)
         return sampled
 
     def _reports(self, arrays: Sequence[HostArray]) -> dict[int, TokenLogprobs]:
@@ -219,7 +221,7 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
         if num_reported:
             num_top = min(max(plan.num_logprobs), logits.shape[1])
             downloads += self._report(raw, tensors, reported, plan, num_top)
-        return DeviceSamplingStep(tensors.token_ids, downloads, plan, num_top, masks, refused)
+        return DeviceSamplingStep(tensors.token_ids, downloads, plan, num_top, masks, refused, self._grammars)
 
     def _raw(self, logits: Tensor, reported: Tensor, prepared: PreparedSampling) -> Tensor:
         """Return the raw logits to report on, [num_reported, vocab_size]: a copy if they will change."""

@@ -28,13 +28,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eagleray.kernels.ranking import Ranking, rank_tokens
+from eagleray.kernels.ranking import DRAW_ONE_BITS, Draws, Ranking, rank_tokens
 from eagleray.worker.token_table import IntArray
 
 UInts = npt.NDArray[np.uint64]
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-ONE = 2**40
+ONE = 2**DRAW_ONE_BITS
 """Weight of the likeliest token: 2**22 of them do not overflow."""
 FEW = 256
 """Up to this top_k the first tokens are found faster than the histogram is made."""
@@ -111,6 +111,12 @@ class RandomSampler:
         highest: [n] the highest of each of the logits, which must be finite.
         """
         for group, draw in self._groups(settings):
+            if draw == self._draw_from_all:
+                own_settings = settings.at(group)
+                least_weights = _least_weights(own_settings)
+                draws = Draws(logit_indices[group], own_settings.temperature, own_settings.uniforms, least_weights)
+                if self._ranking.draw(logits, highest, draws, out=out):
+                    continue
             for part in np.split(group, range(self._num_rows, len(group), self._num_rows)):
                 at = torch.from_numpy(logit_indices[part]).to(self._device)
                 own = torch.index_select(logits, 0, at, out=self._logits[: len(part)])
@@ -227,8 +233,13 @@ def _weigh(distances: Tensor, settings: DrawSettings, out: Tensor) -> Tensor:
     """Write the weight of each token into the front of `out`, 0 below min_p. Changes the distances."""
     weights = out[:, : distances.shape[1]].copy_(distances.clamp_(max=WEIGHTLESS_DISTANCE).neg_().exp_().mul_(ONE))
     if settings.min_p.any():
-        weights.masked_fill_(weights < _tensor(np.ceil(settings.min_p * ONE).astype(np.int64), weights)[:, None], 0)
+        weights.masked_fill_(weights < _tensor(_least_weights(settings), weights)[:, None], 0)
     return out
+
+
+def _least_weights(settings: DrawSettings) -> npt.NDArray[np.int64]:
+    """Return the least weight that min_p keeps, [n]."""
+    return np.ceil(settings.min_p * ONE).astype(np.int64)
 
 
 def _mass(weights: Tensor, settings: DrawSettings) -> Tensor:

@@ -9,6 +9,7 @@ Driven by the runner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -223,7 +224,8 @@ class HostSampler(TokenSampler[HostPlan]):
         sampled = self.sample(logits, plan.rows, plan.positions, plan.masks)
         self._state.append_tokens(sampled.rows, sampled.token_ids)
         if plan.masks is not None:
-            plan.masks.rows.accept(sampled.rows, sampled.token_ids)
+            assert self._grammars is not None
+            self._grammars.accept(plan.masks.rows, sampled.rows, sampled.token_ids)
         return _KnownTokens(sampled)
 
     @torch.inference_mode()
@@ -237,9 +239,12 @@ class HostSampler(TokenSampler[HostPlan]):
         reported = step.logit_indices(SamplingFeature.LOGPROBS)
         raw = logits if self._kind.is_processed else self._raw(logits, reported, step)
         if step.used & SamplingFeature.ADJUSTED:
-            refused = {} if masks is None else self._apply_masks(logits, masks)
-            self._adjust(logits, step)
-            chosen, highest = self._ranking.first(logits)
+            refused = {}
+            if masks is not None:
+                refused = self._apply_masks(logits, masks, chosen, highest)
+            if step.used & SamplingFeature.BY_PARAMETERS:
+                self._adjust(logits, step)
+                chosen, highest = self._ranking.first(logits)
             failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | refused | failed
         if step.used & SamplingFeature.RANDOM:
             self._draw(logits, highest, step, out=chosen)
@@ -259,10 +264,12 @@ class HostSampler(TokenSampler[HostPlan]):
             return logits
         return logits[self._tensor(reported)]
 
-    def _apply_masks(self, logits: Tensor, masks: PendingMasks) -> dict[int, str]:
-        """Forbid what the grammars do not allow. Returns the reasons of the matchers that failed, by logit index."""
+    def _apply_masks(self, logits: Tensor, masks: PendingMasks, chosen: Tensor, highest: Tensor) -> dict[int, str]:
+        """Forbid what the grammars do not allow, and update the highest logits of these rows. Returns the reasons of
+        the matchers that failed, by logit index."""
         words, failed = masks.wait()
-        self._ranking.keep_allowed(logits, self._tensor(masks.rows.indices), self._tensor(words))
+        at = self._tensor(masks.rows.indices)
+        chosen[at], highest[at] = self._ranking.first_allowed(logits, at, self._tensor(words))
         return failed
 
     def _adjust(self, logits: Tensor, step: _Batch) -> None:
@@ -345,11 +352,12 @@ class HostSampler(TokenSampler[HostPlan]):
 
 def _clear_broken(logits: Tensor, chosen: Tensor, highest: Tensor) -> list[int]:
     """Return the indices of the logits without a finite highest one, and set them to 0, so that they are harmless."""
+    if math.isfinite(highest.sum().item()):  # in a fraction of the time of the rest; one that overflows is looked at
+        return []
     broken = highest.isfinite().logical_not_().nonzero()[:, 0]
-    if len(broken):
-        logits[broken] = 0
-        highest[broken] = 0
-        chosen[broken] = 0
+    logits[broken] = 0
+    highest[broken] = 0
+    chosen[broken] = 0
     return broken.tolist()
 
 

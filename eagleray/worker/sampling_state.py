@@ -37,7 +37,9 @@ class SamplingFeature(enum.IntFlag):
     LOGPROBS = enum.auto()
     FORCED = enum.auto()
     GRAMMAR = enum.auto()
-    ADJUSTED = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTIES | GRAMMAR
+    BY_PARAMETERS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTIES
+    """Features that change logits by what the sampling parameters say alone."""
+    ADJUSTED = BY_PARAMETERS | GRAMMAR
     """All features that change logits."""
 
 

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable
 
-SCALARS = {"int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+SCALARS = {
+    "int": ctypes.c_int,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
 RESULTS = SCALARS | {"void": None, "const char*": ctypes.c_char_p}
 DIRECTIVES = {"#pragma once", "#include <stdint.h>"}
 

@@ -1,17 +1,20 @@
-"""The ranking of tokens by the kernels of `csrc/ranking.h`."""
+"""The ranking of tokens, and random draws, by the kernels of `csrc/ranking.h` and `csrc/draw.h`."""
 
 from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eagleray.kernels.cpu.abi import abi
-from eagleray.kernels.ranking import Ranking
+from eagleray.kernels.ranking import Draws, Ranking
 
-SINGLE_THREAD_ROWS = 4
-"""Up to this number of rows one thread is done before another one wakes."""
+SINGLE_THREAD_LOGITS = 2**18
+"""Up to this number of logits one thread is done before another one wakes."""
+SINGLE_THREAD_DRAWS = 2**16
+"""The same for draws, which take longer for each logit."""
 
 
 class NativeRanking(Ranking):
@@ -28,7 +31,7 @@ class NativeRanking(Ranking):
         n, size = logits.shape
         ids, values = torch.empty(n, dtype=torch.int32), torch.empty(n, dtype=torch.float32)
         outputs = ids.data_ptr(), values.data_ptr()
-        memory, threads = self._memory(n, size), self._threads(n)
+        memory, threads = self._memory(n, size), self._threads(n * size)
         self._library.er_argmax(logits.data_ptr(), size, n, size, *outputs, memory, threads)
         return ids.long(), values
 
@@ -39,7 +42,7 @@ class NativeRanking(Ranking):
             return super().top(logits, k)
         ids, values = torch.empty((n, k), dtype=torch.int32), torch.empty((n, k), dtype=torch.float32)
         outputs = ids.data_ptr(), values.data_ptr()
-        memory, threads = self._memory(n, size), self._threads(n)
+        memory, threads = self._memory(n, size), self._threads(n * size)
         self._library.er_top_k(logits.data_ptr(), size, n, size, k, *outputs, memory, threads)
         return ids.long()
 
@@ -49,13 +52,39 @@ class NativeRanking(Ranking):
             return
         size, num_rows = logits.shape[1], len(rows)
         pointers = logits.data_ptr(), size, rows.data_ptr()
-        self._library.er_keep_allowed(*pointers, num_rows, size, masks.data_ptr(), self._threads(num_rows))
+        threads = self._threads(num_rows * size)
+        self._library.er_keep_allowed(*pointers, num_rows, size, masks.data_ptr(), threads)
 
-    def _threads(self, num_rows: int) -> int:
-        return self._num_threads if num_rows > SINGLE_THREAD_ROWS else 1
+    def first_allowed(self, logits: Tensor, rows: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+        if not logits.is_contiguous():
+            return super().first_allowed(logits, rows, masks)
+        n, size = len(rows), logits.shape[1]
+        ids, values = torch.empty(n, dtype=torch.int32), torch.empty(n, dtype=torch.float32)
+        inputs = logits.data_ptr(), size, rows.data_ptr(), n, size, masks.data_ptr()
+        memory, threads = self._memory(n, size), self._threads(n * size)
+        self._library.er_argmax_allowed(*inputs, ids.data_ptr(), values.data_ptr(), memory, threads)
+        return ids.long(), values
+
+    def draw(self, logits: Tensor, highest: Tensor, draws: Draws, *, out: Tensor) -> bool:
+        if not (logits.is_contiguous() and highest.is_contiguous() and out.is_contiguous()):
+            return super().draw(logits, highest, draws, out=out)
+        n, size = len(draws.rows), logits.shape[1]
+        arrays = [np.ascontiguousarray(array) for array in draws]
+        c_draws = abi.CDraws(n, *(array.ctypes.data for array in arrays))
+        memory = self._reserve(self._library.er_draw_scratch_size(n, size))
+        threads = self._num_threads if n * size > SINGLE_THREAD_DRAWS else 1
+        pointers = highest.data_ptr(), c_draws, out.data_ptr()
+        self._library.er_draw(logits.data_ptr(), size, size, *pointers, memory, threads)
+        return True
+
+    def _threads(self, num_logits: int) -> int:
+        return self._num_threads if num_logits > SINGLE_THREAD_LOGITS else 1
 
     def _memory(self, num_rows: int, size: int) -> int:
-        needed = self._library.er_ranking_scratch_size(num_rows, size)
+        return self._reserve(self._library.er_ranking_scratch_size(num_rows, size))
+
+    def _reserve(self, needed: int) -> int:
+        """Return the address of that many bytes of scratch."""
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         return self._scratch.data_ptr()

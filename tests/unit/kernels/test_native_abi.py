@@ -145,7 +145,7 @@ def test_abi_definition_that_contradicts_the_header_does_not_compile(directory):
 @pytest.mark.parametrize(
     "text",
     [
-        "double er_double(void);",
+        "long er_long(void);",
         "int er_missing_name(int);",
         "int er_unknown(const CMissing* rows);",
         "int er_array(int values[4]);",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagleray.kernels.cpu.ranking import NativeRanking
 from eagleray.kernels.ranking import Ranking
 
 KINDS: dict[str, Callable[[int], Tensor]] = {
@@ -103,7 +104,12 @@ def test_keep_allowed_masks_of_some_rows_as_torch(library: ctypes.CDLL, size: in
     masks[2, ::2] = 0
     expected = logits.clone()
     Ranking().keep_allowed(expected, rows, masks)
+    raw = logits.clone()
     library.er_keep_allowed(logits.data_ptr(), size, rows.data_ptr(), 3, size, masks.data_ptr(), 2)
     assert torch.equal(logits, expected)
+    ids, values = NativeRanking(library, num_threads=2).first_allowed(raw, rows, masks)
+    assert torch.equal(raw, expected)
+    assert torch.equal(ids, expected[rows].argmax(dim=1))
+    assert torch.equal(values, expected[rows].amax(dim=1))
     allowed = [[bool(int(word) >> bit & 1) for word in masks[0] for bit in range(32)][:size]]
     assert torch.equal(logits[4].isneginf().logical_not(), torch.tensor(allowed)[0])

@@ -104,7 +104,7 @@ class ArgmaxSampler(TokenSampler["ArgmaxPlan"]):
             Ranking().keep_allowed(logits, torch.from_numpy(plan.matched.indices), torch.from_numpy(masks))
         chosen = logits.argmax(dim=-1)
         self.last_tokens[words[: len(chosen)]] = chosen
-        return ChosenTokens(plan, [chosen])
+        return ChosenTokens(plan, [chosen], self.grammars)
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,12 @@ class ArgmaxPlan:
 class ChosenTokens:
     plan: ArgmaxPlan
     tensors: list[Tensor]
+    grammars: GrammarRows | None
 
     def finish(self, arrays: Sequence[HostArray]) -> Sampled:
         rows, token_ids = self.plan.rows.tolist(), arrays[0].tolist()
         if self.plan.matched is not None:
-            self.plan.matched.accept(rows, token_ids)
+            self.grammars.accept(self.plan.matched, rows, token_ids)
         return Sampled(rows, token_ids, {}, [], [])
 
 

@@ -50,7 +50,7 @@ def test_grammar_rows_replayed_row_has_the_mask_of_one_that_went_on(grammar: Gra
         assert not failures and (masks == again).all()
         bits = np.unpackbits(masks.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
         tokens.append(rng.choice(np.flatnonzero(bits).tolist()))
-        matched.accept([1], tokens[-1:])
+        going_on.accept(matched, [1], tokens[-1:])
 
 
 def test_grammar_rows_select_the_rows_with_a_grammar() -> None:
@@ -64,3 +64,47 @@ def test_grammar_rows_select_the_rows_with_a_grammar() -> None:
     assert select(rows, 3, 1).indices.tolist() == [1]
     rows.free_row(1)
     assert not rows.has_rows
+
+
+def test_grammar_rows_masks_of_changing_rows_are_those_of_each_alone() -> None:
+    """Rows come, go, pause and fail to sample: the mask of each depends on its own tokens alone."""
+    rng = random.Random(3)
+    rows, tokens = make_rows(), {}
+    for step in range(60):
+        for row in rng.sample(range(12), 3):
+            if row in tokens:
+                rows.free_row(row)
+                del tokens[row]
+            else:
+                rows.add_row(row, Sampling(seed=0, grammar=GRAMMARS[(row + step) % 3]), [])
+                tokens[row] = GRAMMARS[(row + step) % 3], []
+        if not tokens:
+            continue
+        stepped = rng.sample(sorted(tokens), rng.randint(1, len(tokens)))
+        matched = select(rows, *stepped)
+        masks, failures = rows.begin_masks(matched).wait()
+        assert not failures
+        chosen = []
+        for row, mask in zip(stepped, masks, strict=True):
+            grammar, before = tokens[row]
+            alone = make_rows()
+            alone.add_row(0, Sampling(seed=0, grammar=grammar), before)
+            assert (mask == alone.begin_masks(select(alone, 0)).wait()[0][0]).all()
+            bits = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE])
+            if rng.random() < 0.8 and bits.size:
+                chosen.append((row, rng.choice(bits.tolist())))
+                before.append(chosen[-1][1])
+        rows.accept(matched, [row for row, _ in chosen], [token for _, token in chosen])
+
+
+def test_grammar_rows_row_of_another_request_does_not_accept_tokens_of_an_earlier_step() -> None:
+    rows = make_rows()
+    rows.add_row(1, Sampling(seed=0, grammar=GRAMMARS[1]), [])
+    earlier = select(rows, 1)
+    first, _ = rows.begin_masks(earlier).wait()
+    rows.free_row(1)
+    rows.add_row(1, Sampling(seed=0, grammar=GRAMMARS[1]), [])
+    allowed = int(np.flatnonzero(np.unpackbits(first.view(np.uint8), bitorder="little"))[0])
+    rows.accept(earlier, [1], [allowed])
+    again, _ = rows.begin_masks(select(rows, 1)).wait()
+    assert (first == again).all()

@@ -218,7 +218,7 @@ void er_combine(const float* outputs, const int32_t* positions, const float* wei
 
 // ---- ranking of logits
 
-// Bytes of scratch for the two functions below.
+// Bytes of scratch for the functions below.
 int64_t er_ranking_scratch_size(int64_t num_rows, int64_t size);
 
 // ids, values: [num_rows]
@@ -229,9 +229,33 @@ void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t si
 void er_keep_allowed(float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
                      const int32_t* masks, int num_threads);
 
+// As er_keep_allowed, then as er_argmax for these rows: ids, values [num_rows].
+void er_argmax_allowed(float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
+                       const int32_t* masks, int32_t* ids, float* values, void* scratch, int num_threads);
+
 // ids, values: [num_rows, k], k at most MAX_TOP_K
 void er_top_k(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k, int32_t* ids,
               float* values, void* scratch, int num_threads);
+
+// ---- random draws
+
+// Random draws of tokens, one from each of some rows of logits.
+typedef struct {
+  int64_t count;
+  const int64_t* rows;           // [count] of the logits, no row twice
+  const float* temperature;      // [count] above 0
+  const double* uniforms;        // [count] numbers of (0, 1) that decide
+  const int64_t* least_weights;  // [count] tokens of a lower weight are never drawn; at most the highest one
+} CDraws;
+
+enum { DRAW_ONE_BITS = 40 };  // the highest weight is 2^DRAW_ONE_BITS
+
+// Bytes of scratch for `er_draw`.
+int64_t er_draw_scratch_size(int64_t count, int64_t size);
+
+// highest: [rows of logits], finite for the rows of `draws`; ids: [rows of logits], those of `draws` are written.
+void er_draw(const float* logits, int64_t stride, int64_t size, const float* highest, const CDraws* draws,
+             int64_t* ids, void* scratch, int num_threads);
 
 // ---- adapters
 

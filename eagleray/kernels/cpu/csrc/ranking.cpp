@@ -152,6 +152,38 @@ void keep_allowed_of_piece(float* x, int64_t begin, int64_t end, const uint32_t*
     if (!(mask[begin / MASK_BITS] >> begin % MASK_BITS & 1)) x[begin] = -INFINITY;
 }
 
+const uint32_t* mask_of_row(const int32_t* masks, int64_t row, int64_t size) {
+  return reinterpret_cast<const uint32_t*>(masks) + row * count_of(size, MASK_BITS);
+}
+
+// ---- the highest
+
+// The rows of the logits: all of them, or some.
+struct RowNumbers {
+  const int64_t* rows;
+
+  int64_t operator[](int64_t i) const { return rows ? rows[i] : i; }
+};
+
+// See argmax. `prepare(piece)` is called before a piece is read, and may change its logits.
+template <class Prepare>
+void find_highest(Team& team, const float* logits, int64_t stride, RowNumbers rows, int64_t num_rows, int64_t size,
+                  int32_t* ids, float* values, void* scratch, Prepare&& prepare) {
+  int32_t* highest = static_cast<int32_t*>(scratch);  // [num_rows, pieces]
+  for_pieces(team, num_rows, size, [&](int64_t index, Piece piece) {
+    prepare(piece);
+    highest[index] = highest_key(logits + rows[piece.row] * stride + piece.begin, piece.size);
+  });
+  int64_t num_pieces = count_of(size, PIECE);
+  for_rows(team, num_rows, [&](int64_t row) {
+    const int32_t* keys = highest + row * num_pieces;
+    int64_t piece = std::max_element(keys, keys + num_pieces) - keys, begin = piece * PIECE;
+    const float* x = logits + rows[row] * stride;
+    ids[row] = int32_t(begin + find(x + begin, std::min(PIECE, size - begin), keys[piece]));
+    values[row] = x[ids[row]];
+  });
+}
+
 }  // namespace
 
 int64_t ranking_scratch_size(int64_t num_rows, int64_t size) {
@@ -160,18 +192,7 @@ int64_t ranking_scratch_size(int64_t num_rows, int64_t size) {
 
 void argmax(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids,
             float* values, void* scratch) {
-  int32_t* highest = static_cast<int32_t*>(scratch);  // [num_rows, pieces]
-  for_pieces(team, num_rows, size, [&](int64_t index, Piece piece) {
-    highest[index] = highest_key(logits + piece.row * stride + piece.begin, piece.size);
-  });
-  int64_t num_pieces = count_of(size, PIECE);
-  for_rows(team, num_rows, [&](int64_t row) {
-    const int32_t* keys = highest + row * num_pieces;
-    int64_t piece = std::max_element(keys, keys + num_pieces) - keys, begin = piece * PIECE;
-    const float* x = logits + row * stride;
-    ids[row] = int32_t(begin + find(x + begin, std::min(PIECE, size - begin), keys[piece]));
-    values[row] = x[ids[row]];
-  });
+  find_highest(team, logits, stride, RowNumbers{nullptr}, num_rows, size, ids, values, scratch, [](Piece) {});
 }
 
 void top_k(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k,
@@ -192,11 +213,19 @@ void top_k(Team& team, const float* logits, int64_t stride, int64_t num_rows, in
 
 void keep_allowed(Team& team, float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
                   const int32_t* masks) {
-  int64_t words = count_of(size, MASK_BITS);
   for_pieces(team, num_rows, size, [&](int64_t, Piece piece) {
-    const uint32_t* mask = reinterpret_cast<const uint32_t*>(masks) + piece.row * words;
+    const uint32_t* mask = mask_of_row(masks, piece.row, size);
     keep_allowed_of_piece(logits + rows[piece.row] * stride, piece.begin, piece.begin + piece.size, mask);
   });
+}
+
+void argmax_allowed(Team& team, float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
+                    const int32_t* masks, int32_t* ids, float* values, void* scratch) {
+  auto mask = [&](Piece piece) {
+    const uint32_t* words = mask_of_row(masks, piece.row, size);
+    keep_allowed_of_piece(logits + rows[piece.row] * stride, piece.begin, piece.begin + piece.size, words);
+  };
+  find_highest(team, logits, stride, RowNumbers{rows}, num_rows, size, ids, values, scratch, mask);
 }
 
 }  // namespace eagleray
@@ -215,6 +244,13 @@ void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t si
 void er_keep_allowed(float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
                      const int32_t* masks, int num_threads) {
   run_team(num_threads, [&](Team& team) { keep_allowed(team, logits, stride, rows, num_rows, size, masks); });
+}
+
+void er_argmax_allowed(float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
+                       const int32_t* masks, int32_t* ids, float* values, void* scratch, int num_threads) {
+  run_team(num_threads, [&](Team& team) {
+    argmax_allowed(team, logits, stride, rows, num_rows, size, masks, ids, values, scratch);
+  });
 }
 
 void er_top_k(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k, int32_t* ids,

@@ -25,6 +25,10 @@ void top_k(Team& team, const float* logits, int64_t stride, int64_t num_rows, in
 void keep_allowed(Team& team, float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
                   const int32_t* masks);
 
+// The same, and the highest of the logits that are left in each of these rows: ids, values [num_rows].
+void argmax_allowed(Team& team, float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
+                    const int32_t* masks, int32_t* ids, float* values, void* scratch);
+
 // ---- integers whose order is that of the logits
 
 inline int32_t order_key(float x) {
