@@ -373,6 +373,8 @@ def _arguments(options: argparse.Namespace, root: Path) -> list[str]:
     }
     if options.expert_parallel:  # then the exit of one engine pauses the streams of all
         arguments.append("--enable-expert-parallel")
+        if options.scale:  # else the last bits of sums depend on the number of engines
+            arguments += ["--expert-dispatch", "all-to-all"]
     if options.routed_experts:
         arguments.append("--enable-return-routed-experts")
     if options.weight_updates:

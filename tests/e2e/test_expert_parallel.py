@@ -196,7 +196,8 @@ def test_expert_group_scaled_to_one_engine_and_back(server, http, prompts, expec
         assert got + flat(survivor) == expected[0]
     wait_until_whole(http, 3)
     with streams_on_all(http, prompts, expected):
-        scale(http, data_parallel_size=1)
+        [rank] = scale(http, data_parallel_size=1)["participating_ranks"]
+        os.kill(server.child(label(rank, incarnations(http)[rank])), signal.SIGKILL)
         scale(http, data_parallel_size=2)
 
 

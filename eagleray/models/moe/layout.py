@@ -61,7 +61,8 @@ class ExpertLayout:
         )
         self.tp: TensorParallelGroup = groups.tp
         self.group: ExpertGroup = groups.experts
-        self.is_divided = options.dispatch is not None and self.group.size > 1
+        # A group that is formed in epochs may have a single rank for a while.
+        self.is_divided = options.dispatch is not None and (self.group.size > 1 or self.group.spans_engines)
         """Whether ranks have whole experts."""
         self.dispatcher: TokenDispatcher | None = None
         self.sequence_parallel: SequenceParallel | None = None

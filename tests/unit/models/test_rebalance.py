@@ -303,6 +303,13 @@ def test_on_group_formed_other_engines_experts_come_from_ranks_that_have_them(sk
     assert torch.equal(compute(2, 2), expected)
     assert sum(num_read) == 0
 
+    engines[2].close()
+    add(2, size=1)
+    form(2)
+    assert sum(num_read) == NUM_LAYERS * NUM_EXPERTS
+    assert torch.equal(compute(2, 2), expected)
+    num_read.clear()
+
     add(5, size=2)
     form(2, 5)
     engines[2].close()
