@@ -1,8 +1,7 @@
 """Grammars of rows: a matcher for each row that has one, and the masks of a step.
 
-Threads have the matchers accept the tokens that were chosen, and compute the masks of the next tokens at once, while
-the engine plans the next step and the model computes the logits that the masks apply to. So a row that ends with its
-token has one mask too many. Owned by a sampler, which adds and frees rows.
+While the model computes logits, threads have the matchers accept the tokens of the step before, and compute the masks
+that apply to these logits. Owned by a sampler, which adds and frees rows.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class GrammarRows:
         self._vocab_size = vocab_size
         self._num_threads = num_threads
         self._matchers: dict[int, Matcher] = {}
-        self._masks: dict[int, tuple[_MaskJob, int]] = {}
-        """The job that computes the mask of a row's next token, once it has begun, and the index of the mask in it."""
+        self._tokens: dict[int, int] = {}
+        """Last token of each row, which its matcher accepts before the next mask."""
         self._selected: tuple[bytes, MatchedRows | None] | None = None
         """The last selection and its rows, until a row is added or freed."""
         self._threads: ThreadPoolExecutor | None = None  # made when first needed
@@ -63,14 +62,14 @@ class GrammarRows:
         assert matcher is not None
         matcher.accept(generated)
         self._matchers[row] = matcher
-        self._masks.pop(row, None)
+        self._tokens.pop(row, None)
         self._selected = None
         self.has_rows = True
 
     def free_row(self, row: int) -> None:
         """Drop the row's matcher. Does nothing for a row without one."""
         self._matchers.pop(row, None)
-        self._masks.pop(row, None)
+        self._tokens.pop(row, None)
         self._selected = None
         self.has_rows = bool(self._matchers)
 
@@ -87,84 +86,46 @@ class GrammarRows:
             return None
         return MatchedRows(np.array([index for index, _ in found]), {row: self._matchers[row] for _, row in found})
 
-    def begin_masks(self, rows: MatchedRows) -> PendingMasks:
-        """Begin to compute those masks of `rows` that `accept` has not begun."""
-        if missing := [row for row in rows.matchers if row not in self._masks]:
-            self._begin(missing, [()] * len(missing))
-        return PendingMasks(rows, [self._masks[row] for row in rows.matchers])
-
     def accept(self, matched: MatchedRows, rows: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Begin to go on by the tokens that a step chose for `rows` [n], of which `matched` have a grammar. A row that
-        failed is not among `rows`."""
-        begun, tokens = [], []
+        """Go on by the tokens that a step chose for `rows` [n], of which `matched` have a grammar. A row that failed is
+        not among `rows`. The matchers accept the tokens when the next masks are computed."""
         for row, token_id in zip(rows, token_ids, strict=True):
             matcher = matched.matchers.get(row)
             if matcher is not None and self._matchers.get(row) is matcher:
-                begun.append(row)
-                tokens.append((token_id,))
-        self._begin(begun, tokens)
+                self._tokens[row] = token_id
 
-    def _begin(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
-        """Begin to have the matchers of `rows` accept these tokens, and to compute the masks after them."""
+    def begin_masks(self, rows: MatchedRows) -> PendingMasks:
+        """Begin to compute the masks of `rows`, which must have accepted all tokens before."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="grammar-masks")
-        matchers = [self._matchers[row] for row in rows]
-        masks = np.empty((len(rows), mask_words(self._vocab_size)), dtype=np.int32)
-        size = max(MIN_MASKS_OF_THREAD, -(-len(rows) // self._num_threads))
+        matchers = list(rows.matchers.values())
+        tokens = [self._tokens.pop(row, None) for row in rows.matchers]
+        masks = np.empty((len(matchers), mask_words(self._vocab_size)), dtype=np.int32)
+        size = max(MIN_MASKS_OF_THREAD, -(-len(matchers) // self._num_threads))
         parts = []
-        for begin in range(0, len(rows), size):
+        for begin in range(0, len(matchers), size):
             own = slice(begin, begin + size)
             parts.append(self._threads.submit(_advance, matchers[own], tokens[own], masks[own]))
-        job = _MaskJob(masks, parts)
-        for index, row in enumerate(rows):
-            self._masks[row] = job, index
-
-
-class _MaskJob:
-    """Masks that are computed together."""
-
-    def __init__(self, masks: Masks, parts: Sequence[Future[_Filled]]) -> None:
-        self._masks = masks
-        self._parts = parts
-        self._filled: _Filled | None = None
-        self.is_counted = False
-        """Whether its time has been reported."""
-
-    def wait(self) -> tuple[Masks, _Filled]:
-        """Return the masks, and what is known of them."""
-        if self._filled is None:
-            filled = [part.result() for part in self._parts]
-            failures = [failure for part in filled for failure in part.failures]
-            self._filled = _Filled(failures, sum(part.seconds for part in filled))
-        return self._masks, self._filled
+        return PendingMasks(rows, masks, parts)
 
 
 class PendingMasks:
-    """Masks that are being computed, each by a job of which it has an index."""
+    """Masks that are being computed."""
 
-    def __init__(self, rows: MatchedRows, sources: Sequence[tuple[_MaskJob, int]]) -> None:
+    def __init__(self, rows: MatchedRows, masks: Masks, parts: Sequence[Future[_Filled]]) -> None:
         self.rows = rows
         self.seconds = 0.0
         """Time of all threads for these masks, once they have been waited for."""
-        self._sources = sources
+        self._masks = masks
+        self._parts = parts
 
     def wait(self) -> tuple[Masks, dict[int, str]]:
         """Return the masks [m, mask_words(vocab_size)], and reasons why matchers failed, by index into the step."""
-        jobs = {id(job): job for job, _ in self._sources}
-        for job in jobs.values():
-            if not job.is_counted:
-                self.seconds += job.wait()[1].seconds
-                job.is_counted = True
-        reasons = [job.wait()[1].failures[at] for job, at in self._sources]
+        filled = [part.result() for part in self._parts]
+        self.seconds = sum(part.seconds for part in filled)
+        reasons = [reason for part in filled for reason in part.failures]
         by_index = zip(self.rows.indices.tolist(), reasons, strict=True)
-        return self._gather(list(jobs.values())), {index: reason for index, reason in by_index if reason is not None}
-
-    def _gather(self, jobs: Sequence[_MaskJob]) -> Masks:
-        places = [at for _, at in self._sources]
-        if len(jobs) == 1:
-            masks, _ = jobs[0].wait()
-            return masks if places == list(range(len(masks))) else masks[places]
-        return np.stack([job.wait()[0][at] for job, at in self._sources])
+        return self._masks, {index: reason for index, reason in by_index if reason is not None}
 
 
 class _Filled(NamedTuple):
@@ -173,13 +134,14 @@ class _Filled(NamedTuple):
     seconds: float
 
 
-def _advance(matchers: Sequence[Matcher], tokens: Sequence[Sequence[int]], masks: Masks) -> _Filled:
-    """Have each matcher accept its tokens, then fill the masks [m, words]; that of a matcher that failed allows
-    nothing."""
+def _advance(matchers: Sequence[Matcher], tokens: Sequence[int | None], masks: Masks) -> _Filled:
+    """Have each matcher accept its token, if there is one, then fill the masks [m, words]. The mask of a matcher that
+    failed allows nothing."""
     begun_at = time.perf_counter()
     reasons = []
-    for matcher, token_ids, mask in zip(matchers, tokens, masks, strict=True):
-        matcher.accept(token_ids)
+    for matcher, token_id, mask in zip(matchers, tokens, masks, strict=True):
+        if token_id is not None:
+            matcher.accept([token_id])
         matcher.fill_mask(mask)
         if (failure := matcher.failure) is not None:
             mask[:] = 0
