@@ -38,7 +38,7 @@ needs_node = pytest.mark.skipif(NODE is None, reason="node is not here: the fore
 NOT_FOR_ALL = {"CallWorkers", "WorkersReturned", "Command", "CommandDone", "ControlCall", "ControlReturned"}
 """Messages of worker extensions and of control calls, which are for Python clients."""
 
-NOT_OF_CLIENTS = {"EngineStarted", "ExpertsOpened", "Ended"}
+NOT_OF_CLIENTS = {"EngineStarted", "EngineLoaded", "ExpertsOpened", "ExpertsJoined", "ExpertsBroken", "Ended"}
 
 EVERYTHING = CLIENT_INBOX | CLIENT_OUTBOX
 MODULES = (control, lifecycle, membership, outputs, requests, sampling, scaling)

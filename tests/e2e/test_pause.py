@@ -16,7 +16,7 @@ from fleets import POLL_SECONDS, SECONDS, connect, engines, incarnations, wait_u
 from serving import serve
 
 NUM_REQUESTS = 32
-NUM_TOKENS = 500
+NUM_TOKENS = 800
 OPTIONS = ("--max-model-len", "2000", "--log-level", "debug", "--num-kv-blocks", "6000")
 FLEET = ("--data-parallel-size", "2", "--api-server-count", "2")
 

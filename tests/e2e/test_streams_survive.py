@@ -213,11 +213,11 @@ def test_streams_of_every_layout_with_engine_and_api_server_killed_are_unchanged
 
 
 def test_killed_supervisor_leaves_no_process(checkpoint):
-    with serve(checkpoint, *OPTIONS, *LAYOUTS["tp"]) as server:
+    with serve(checkpoint, *OPTIONS, *TWO_ENGINES, *WORKERS, "--api-server-count", "2") as server:
         pids = server.children
-        assert len(pids) == 2
-        pids += workers_of(server.child("engine-0"))
         assert len(pids) == 4
+        pids += [pid for name in ("engine-0", "engine-1") for pid in workers_of(server.child(name))]
+        assert len(pids) == 6
         os.kill(pids[-1], signal.SIGSTOP)
         server.end(signal.SIGKILL)
         wait_until_gone(pids, END_SECONDS)

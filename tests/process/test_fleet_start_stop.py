@@ -24,7 +24,7 @@ from eagleray.fleet.supervisor import Supervisor
 
 SECONDS = 60.0
 PROMPT = [5, 6, 7]
-AT_ONCE = 2
+AT_ONCE = 3
 
 
 @pytest.fixture(autouse=True)
