@@ -3,8 +3,8 @@
 A group has an epoch. The supervisor sends the epoch to open, its engines, and those that are still missing; this
 engine's workers open, and the engine reports it; when all have, the supervisor sends the members, the workers join them
 and exchange experts, and from then on the engines step together (`waves`). When an engine of the group exits, a step
-breaks, which this engine reports, or the supervisor opens the next epoch. It also does when engines are added or
-removed. Then the steps in flight are dropped and planned anew, nothing else is lost, and the next group is formed in
+breaks, and this engine reports it. The supervisor then opens the next epoch, as it does when engines are added or
+removed. The steps in flight are dropped and planned anew, nothing else is lost, and the next group is formed in
 the same way. Until then this engine takes no steps; its loop still reads the inbox, so that requests are queued and can
 be aborted.
 

@@ -49,6 +49,8 @@ class OptionsOfEngines:
         self.settled = EngineOptions(start)
         """Options of all engines, but for those that a rollout has reached."""
         self.rollout: Rollout | None = None
+        self.surge: EngineId | None = None
+        """Key of the engine that runs while others are restarted."""
         self._of: dict[EngineId, EngineOptions] = {}
         """Options of the newest incarnation of each engine, by replica key."""
 
@@ -71,8 +73,11 @@ class OptionsOfEngines:
         return True
 
     def on_failure(self, engine: EngineId, cause: Failure, *, is_given_up: bool) -> bool:
-        """Handle the failure of an engine. Returns whether new options are to blame, and are withdrawn."""
+        """Handle the failure of an engine. Returns whether new options are to blame, and are withdrawn. The surge
+        engine, which tries them first, may lack room with any options."""
         if (rollout := self.rollout) is None or not self.has_new(engine):
+            return False
+        if cause.kind in NO_ROOM and replica_key(engine) == self.surge:
             return False
         is_mistake = cause.is_user_error and not rollout.is_proven and cause.kind not in NO_ROOM
         if is_given_up or is_mistake:

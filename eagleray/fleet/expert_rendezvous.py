@@ -23,9 +23,9 @@ class ExpertRendezvous:
         self.ranks = sorted(ranks)
         """Ranks of the engines of this epoch."""
         self.leaving: list[int] = []
-        """Those of them that are about to leave: the others take over their experts."""
+        """Ranks that are about to leave; the others take over their experts."""
         self.shortage: str | None = None
-        """What an engine lacks for the experts of those that were to leave; then these keep them."""
+        """What an engine lacks for the experts of those that were to leave, which then keep their experts."""
         self.has_changed = False
         """Whether the ranks have ever changed, so that the experts are not where they were at the start."""
         self._opened: dict[int, tuple[EngineId, EngineOpened]] = {}
@@ -58,7 +58,7 @@ class ExpertRendezvous:
         return ExpertsFormed(self.epoch, engines, members, self.leaving)
 
     def open(self, engine: EngineId, epoch: int, opened: EngineOpened) -> bool:
-        """Record that `engine` has opened. False for an earlier epoch, which the engine does not know to be over."""
+        """Record that `engine` has opened. Returns False for another epoch, and for a rank outside of the group."""
         if epoch != self.epoch or engine.rank not in self.ranks:
             return False
         self._opened[engine.rank] = engine, opened

@@ -1,6 +1,6 @@
 """The operation that replaces engines by new processes one after another, perhaps with other options.
 
-Pure, like `scaling_operations`. Where there is room, an engine more, the surge engine, runs while the others are
+Pure, like `scaling_operations`. Where there is room, one more engine, the surge engine, runs while the others are
 replaced, so that the instance keeps its capacity, and a single engine leaves no gap. It is also the first to try new
 options: if it cannot start with them, nothing has changed. Without room the first engine that is replaced tries them.
 """
@@ -59,8 +59,6 @@ class RollingRestart:
         self._instance = instance
         self._no_surge = no_surge
         self._options_with = options_with
-        self.surge: EngineId | None = None
-        """Key of the engine that runs while others are restarted."""
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -81,8 +79,8 @@ class RollingRestart:
             if (replica := self._replicas.get(key)) is not None and replica.expected is not None:
                 yield from self._replace(operation, replica, self._outdated(replica), request.drain_timeout)
         self._options.settle()
-        if self.surge is not None:
-            yield from self._changes.drain(operation, [self.surge], request.drain_timeout)
+        if self._options.surge is not None:
+            yield from self._changes.drain(operation, [self._options.surge], request.drain_timeout)
             operation.phase = "committing"
             yield from self._remove_surge_engine()
 
@@ -94,24 +92,24 @@ class RollingRestart:
             reached = [
                 (self._replicas[key], self._replicas[key].member)
                 for key in self._options.withdraw()
-                if key in self._replicas and key != self.surge
+                if key in self._replicas and key != self._options.surge
             ]
             logger.warning("the engines get the options from before again: %s", error)
             if changed_weights:
                 yield RestoreWeights()
             for replica, member in reached:
                 yield from self._replace(operation, replica, member, 0.0, is_undone=True)
-        if self.surge is not None:
+        if self._options.surge is not None:
             yield from self._remove_surge_engine()
         yield from self._changes.remove_held(error)
 
     def _add_surge_engine(self, operation: ScalingOperation) -> Generator[Step, None, None]:
-        """Start an engine more, and wait until it serves, if there is room for it."""
+        """Start one more engine, and wait until it serves, if there is room for it."""
         operation.phase = "preparing"
         if (obstacle := self._no_surge()) is not None:
             logger.info("no engine is added while others are restarted: %s", obstacle)
             return
-        self.surge = key = self._changes.free_engine()
+        self._options.surge = key = self._changes.free_engine()
         if rollout := self._options.rollout:
             rollout.trial = key
         self._changes.held[key] = None
@@ -136,8 +134,8 @@ class RollingRestart:
         yield from self._remove_surge_engine()
 
     def _remove_surge_engine(self) -> Generator[Step, None, None]:
-        assert self.surge is not None
-        key, self.surge = self.surge, None
+        assert self._options.surge is not None
+        key, self._options.surge = self._options.surge, None
         yield Remove(key, "the engines that it stood in for were restarted")
         self._changes.held.pop(key, None)
         yield self._changes.until_gone([key])

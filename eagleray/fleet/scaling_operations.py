@@ -198,11 +198,12 @@ class FleetChanges:
         for server in added_servers:
             yield StartReplica(server)
         yield Admit(tuple(added))
-        yield from self.drain(operation, removed, request.drain_timeout)
-        operation.phase = "committing"
-        yield from self._hand_over(removed)
+        yield from self._hand_over(removed)  # before the drain, because it may show that they cannot go
         if self._rendezvous is not None and removed and self._rendezvous.shortage is not None:
             raise InvalidRequest(self._rendezvous.shortage, param="num_engines")
+        yield from self.drain(operation, removed, request.drain_timeout)
+        operation.phase = "committing"
+        yield from self._leave_group(removed)
         for engine in removed:
             yield Remove(engine, "it was removed by scaling")
         for server in removed_servers:
@@ -214,7 +215,8 @@ class FleetChanges:
     def remove_held(self, error: EagleRayError) -> Steps:
         """Remove the engines that a failed operation has added. Raises `RolledBack` when they are gone."""
         held = list(self.held)
-        yield from self._hand_over(held, is_forced=True)
+        yield from self._hand_over(held)
+        yield from self._leave_group(held)
         for key in held:
             if key in self._replicas:
                 yield Remove(key, "the operation that added it failed")
@@ -281,9 +283,9 @@ class FleetChanges:
             yield Regroup(tuple(sorted(ranks.union(group.ranks))))
             yield Until(lambda: check(have_joined), lambda: f"{_labels(added)} must get experts")
 
-    def _hand_over(self, engines: Collection[EngineId], *, is_forced: bool = False) -> Steps:
-        """Have the other engines of the expert group take over the experts of engines that leave. If they lack memory,
-        these stay in the group; `is_forced`: they leave all the same, and the others read the experts."""
+    def _hand_over(self, engines: Collection[EngineId]) -> Steps:
+        """Have the other engines of the expert group take over the experts of engines that leave. The rendezvous has
+        the reason if they cannot."""
         group = self._rendezvous
         if group is None:
             return
@@ -301,8 +303,12 @@ class FleetChanges:
         yield Until(
             lambda: group.is_settled or not leaving(), lambda: f"the experts of {_labels(engines)} must move to others"
         )
-        if leaving() and (is_forced or group.shortage is None):
-            yield Regroup(tuple(rank for rank in group.ranks if rank not in leaving()))
+
+    def _leave_group(self, engines: Collection[EngineId]) -> Steps:
+        """Have the expert group formed without these engines. Experts that only they have are read by the others."""
+        ranks = {key.rank for key in engines}
+        if (group := self._rendezvous) is not None and ranks.intersection(group.ranks):
+            yield Regroup(tuple(rank for rank in group.ranks if rank not in ranks))
 
     def drain(self, operation: ScalingOperation, engines: Collection[EngineId], seconds: float) -> Steps:
         """Have engines finish their requests, for at most `seconds`."""
@@ -419,7 +425,11 @@ class FleetChanges:
 
 
 def _starting_or_changing(starting: Collection[EngineId]) -> str:
-    return f"{_labels(starting)} must start" if starting else "a control call must end and memory must be awake"
+    return (
+        f"{_labels(starting)} must start"
+        if starting
+        else "control calls and weight updates must end, and memory must be awake"
+    )
 
 
 def _labels(members: Collection[MemberId]) -> str:

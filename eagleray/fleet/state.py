@@ -220,7 +220,7 @@ class FleetState:
         """Return the configuration of an engine that is spawned now. Its `data_parallel_size` covers the ranks of all
         engines that run or start, which divide the cores and the memory of their host by it. A surge engine leaves its
         part to the others soon."""
-        config, surge = self._options.of(engine).config, self._restarts.surge
+        config, surge = self._options.of(engine).config, self._options.surge
         parallel = config.parallel
         if not self._is_whole_deployment:
             return config

@@ -200,7 +200,7 @@ class ExpertsJoined(msgspec.Struct, frozen=True, tag=True):
     engine: EngineId
     epoch: int
     shortage: str | None = None
-    """What it lacks for the experts of engines that are about to leave, which keep them therefore."""
+    """What it lacks for the experts of engines that are about to leave. It makes them keep their experts."""
 
 
 class ExpertsBroken(msgspec.Struct, frozen=True, tag=True):

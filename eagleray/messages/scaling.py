@@ -27,7 +27,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RestartEngines(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Replace the engines by new processes, one after another, with an engine more meanwhile if there is room."""
+    """Replace the engines by new processes, one after another, with one more engine meanwhile if there is room."""
 
     ranks: tuple[int, ...] = ()
     """Ranks to restart; empty for all."""

@@ -95,7 +95,7 @@ class GrammarRows:
                 self._tokens[row] = token_id
 
     def begin_masks(self, rows: MatchedRows) -> PendingMasks:
-        """Begin to compute the masks of `rows`, which must have accepted all tokens before."""
+        """Begin to compute the masks of `rows`, after the last tokens that `accept` was given."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="grammar-masks")
         matchers = list(rows.matchers.values())

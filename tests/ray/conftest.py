@@ -24,7 +24,7 @@ LEFT_SECONDS = 3.0
 NUM_NODES = 4
 made_clusters: dict[str, Any] = {}
 SMALL_NODE = {"include_dashboard": False, "include_log_monitor": False, "object_store_memory": 80 << 20}
-"""Options of every node. The log monitor would poll the files of each worker for all of the tests, for nobody."""
+"""Options of every node. The log monitor would poll the files of all workers, and no test reads it."""
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from eagleray.kernels.ranking import Draws, Ranking
 SINGLE_THREAD_LOGITS = 2**18
 """Up to this number of logits one thread is done before another one wakes."""
 SINGLE_THREAD_DRAWS = 2**16
-"""The same for draws, which take longer for each logit."""
+"""Up to this number of logits one thread has drawn before another one wakes."""
 
 
 class NativeRanking(Ranking):

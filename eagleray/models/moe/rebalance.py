@@ -147,8 +147,11 @@ class Rebalancer:
 
     def read_missing(self) -> None:
         """Read the experts that could not be read while the memory of weights was asleep."""
-        unread, self._unread = self._unread, []
-        self._restore(unread)
+        # A slot may have got another expert since.
+        self._restore(
+            [one for one in self._unread if one[0].slots is not None and one[0].slots.local_experts[one[1]] == one[2]]
+        )
+        self._unread = []
 
     def _find_shortage(self, per_rank: int) -> str | None:
         """Return what this rank lacks to have that many expert slots in every layer, or None."""
@@ -235,11 +238,12 @@ class Rebalancer:
         self.bytes_moved += arrived.numel()
 
     def _restore(self, lost: Sequence[tuple[MoeBlock, int, int]], *, now: bool = True) -> None:
-        """Read the weights of experts (layer, own expert slot, expert) from the checkpoint, `now` or later."""
+        """Read the weights of experts (layer, own expert slot, expert) from the checkpoint, at once or by
+        `read_missing`."""
         if not lost:
             return
         if not now:
-            self._unread = list(lost)
+            self._unread += lost
         else:
             logger.info("reading %d experts again that were lost with another rank", len(lost))
             with self._open_weights() as weights:

@@ -398,7 +398,7 @@ class World(Machine):
         current = self.state._scaling._current
         assert current is None, current
         options = self.state._options
-        assert options.rollout is None and self.state._restarts.surge is None
+        assert options.rollout is None and options.surge is None
         for key, replica in replicas.items():
             if isinstance(replica.member, EngineId) and isinstance(replica.state, Up):
                 assert options.of(key) is options.settled, f"{replica.member.label} has other options"

@@ -234,7 +234,7 @@ def test_scale_expert_group_added_engine_given_up_others_hand_over_to_the_former
 
 
 def test_scale_expert_group_others_lack_memory_fails_and_all_stay():
-    it, call = scaling(Scale(num_engines=1))
+    it, call = scaling(Scale(num_engines=1, drain_timeout=5.0))
     run_until(it, lambda: set(it.opened_epochs.values()) == {2})
     it.joined_epochs[E[0]] = 2
     it.handle(ExpertsJoined(E[0], 2, "there is no room"))
@@ -242,6 +242,7 @@ def test_scale_expert_group_others_lack_memory_fails_and_all_stay():
     it.check_settled()
     assert "engine-0: there is no room" in str(it.outcome(call))
     assert it.up_ranks() == [0, 1]
+    assert not it.draining, "clients would avoid an engine that stays"
 
 
 def test_scale_expert_group_waits_for_calls_and_they_for_it():

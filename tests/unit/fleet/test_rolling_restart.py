@@ -105,6 +105,19 @@ def test_restart_with_drain_requests_of_each_engine_finish():
     assert it.answer(call)["phase"] == "completed"
 
 
+def test_restart_with_options_goes_on_without_a_surge_engine_that_has_no_room():
+    it = Machine.serving(data_parallel_size=2, max_engine_restarts=0)
+    call = it.call(RestartEngines(options=SEQS), timeout=10_000.0)
+    it.exit_with(E[2], ClusterError("there is no room"))
+    it.exit_all()
+    it.pass_time(0.0)
+    start(it, later(E[0]))
+    replace(it, E[1])
+    answer = it.answer(call)
+    assert (answer["phase"], answer["participating_ranks"]) == ("completed", [0, 1])
+    assert answer["engine_options"] == SEQS
+
+
 @pytest.mark.parametrize("error", [ClusterError("there is no room"), ConfigError("there is one GPU"), None])
 def test_restart_surge_engine_cannot_start_the_others_are_restarted_without_it(error):
     it = Machine.serving(data_parallel_size=2, startup_timeout=10.0)

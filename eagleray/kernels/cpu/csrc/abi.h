@@ -229,7 +229,7 @@ void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t si
 void er_keep_allowed(float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
                      const int32_t* masks, int num_threads);
 
-// As er_keep_allowed, then as er_argmax for these rows: ids, values [num_rows].
+// Does what er_keep_allowed does, then what er_argmax does for these rows; ids, values: [num_rows]
 void er_argmax_allowed(float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
                        const int32_t* masks, int32_t* ids, float* values, void* scratch, int num_threads);
 

@@ -43,7 +43,7 @@ struct Weighing {
   }
 };
 
-// 16 logits, or those that are left with others that weigh nothing.
+// Load 16 logits. Lanes beyond `left` get minus infinity, which weighs nothing.
 Floats load_padded(const float* x, int64_t left) {
   if (left >= LANES) return load(x);
   Floats padded = splat(-INFINITY);
@@ -67,7 +67,7 @@ int64_t sum_of_block(const Weighing& weigh, const float* x, int64_t size) {
   return (sum_of(high) << LOW_BITS) + sum_of(low);
 }
 
-// The first of the tokens at which the sum of the weights exceeds `target`. There is one.
+// The first of the tokens at which the sum of the weights exceeds `target`. One exists, because `target` is below their sum.
 int64_t find_in_block(const Weighing& weigh, const float* x, int64_t size, int64_t target) {
   for (int64_t i = 0; i < size; i += LANES) {
     Weights weights = weigh(load_padded(x + i, size - i));
