@@ -33,6 +33,9 @@ DOWN_SECONDS = 3.0
 
 START_SECONDS = 60.0
 POLL_SECONDS = 0.2
+LOG_CHARACTERS = 1000
+"""Length of the end of a node's log that is shown if the node does not start."""
+
 DAEMONS = {"/raylet/raylet": RAYLET, "/gcs/gcs_server": CONTROL_STORE}
 
 
@@ -72,7 +75,11 @@ class RayNode:
     @property
     def has_joined(self) -> bool:
         """Whether the node has joined the cluster, some time after its raylet has started."""
-        return "Ray runtime started" in self._log.read_text(errors="replace")
+        return "Ray runtime started" in self.log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
 
     def start(self) -> None:
         with self._log.open("ab") as file:
@@ -92,6 +99,10 @@ class RayCluster:
 
     A control store that exits loses its state: its successor is a new cluster at the same address, which the nodes join
     when they have noticed.
+
+    Each node has a directory of its own. In a common one Ray names the sockets of a node after those that exist, so two
+    nodes that start at the same time may choose the same name, and the raylet that is second to bind it aborts. Its
+    `ray start` exits only half a minute later.
     """
 
     def __init__(self, root: Path, *, num_engines: int) -> None:
@@ -101,11 +112,14 @@ class RayCluster:
         common = ["--object-store-memory", str(OBJECT_STORE_BYTES), "--min-worker-port", "0", "--max-worker-port", "0"]
         head = ["--head", "--port", str(port), "--num-cpus", "0", "--include-dashboard", "false"]
         cpus = str(CPUS_PER_ENGINE * -(-num_engines // NUM_WORKER_NODES))
-        worker = ["--address", self.address, "--num-cpus", cpus]
+        workers = [
+            ["--address", self.address, "--num-cpus", cpus, "--temp-dir", str(root / f"ray-{number}")]
+            for number in range(1, 1 + NUM_WORKER_NODES)
+        ]
         self._marks = [f"{MARK}={mark}-{number}" for number in range(1 + NUM_WORKER_NODES)]
         self._nodes = [
             RayNode([*arguments, *common], root / f"ray-node-{number}.log", {MARK: f"{mark}-{number}"})
-            for number, arguments in enumerate([head, *[worker] * NUM_WORKER_NODES])
+            for number, arguments in enumerate([head, *workers])
         ]
         self._is_closing = threading.Event()
         self._operator = threading.Thread(target=self._restart_nodes, daemon=True)
@@ -122,9 +136,10 @@ class RayCluster:
 
     def _wait_for(self, nodes: list[RayNode]) -> None:
         deadline = time.monotonic() + START_SECONDS
-        while not all(node.has_joined for node in nodes):
+        while missing := [node for node in nodes if not node.has_joined]:
             if time.monotonic() > deadline:
-                raise ChaosFailed(f"Ray has not started {len(nodes)} of its nodes within {START_SECONDS:g} s")
+                ends = "\n".join(node.log[-LOG_CHARACTERS:] for node in missing)
+                raise ChaosFailed(f"{len(missing)} nodes of Ray have not started within {START_SECONDS:g} s:\n{ends}")
             time.sleep(POLL_SECONDS)
 
     def members(self) -> list[Target]:
