@@ -16,7 +16,9 @@ import httpx
 from chaos_server import ChaosFailed
 
 CALL_SECONDS = 120.0
-"""Time limit of an operation, which engines that are killed while they start delay."""
+"""Time for which an API server waits for an operation, which engines that are killed while they start delay."""
+
+ANSWER_SECONDS = CALL_SECONDS + 10.0
 
 SCALE_SECONDS = 4.0
 """Average time between two operations."""
@@ -77,7 +79,7 @@ class Scaling:
         await self._call(f"scale {name}", "/scale", fields | {"drain_timeout": self._rng.choice(DRAIN_SECONDS)})
 
     async def _call(self, name: str, path: str, body: dict[str, Any]) -> None:
-        response = await self._request("POST", path, body)
+        response = await self._request("POST", path, body | {"timeout": CALL_SECONDS})
         if response.status_code in (200, 202):  # 202: its own API server leaves
             self.calls[name] += 1
         elif response.status_code in (400, 503, 504) and self._is_explained(response):
@@ -99,11 +101,15 @@ class Scaling:
         headers = {"X-Request-Id": uuid.uuid4().hex}
         deadline = time.monotonic() + CALL_SECONDS
         limits = httpx.Limits(max_keepalive_connections=0)  # any API server may answer
-        async with httpx.AsyncClient(base_url=self._url, timeout=CALL_SECONDS, limits=limits, trust_env=False) as http:
+        async with httpx.AsyncClient(
+            base_url=self._url, timeout=ANSWER_SECONDS, limits=limits, trust_env=False
+        ) as http:
             while True:
                 try:
                     return await http.request(method, path, json=body, headers=headers)
-                except httpx.TransportError as error:
+                except (httpx.ConnectError, httpx.TimeoutException) as error:
                     if time.monotonic() > deadline:
                         raise ChaosFailed(f"no API server answers {path}: {error!r}") from error
-                    await asyncio.sleep(REPEAT_SECONDS)
+                except httpx.TransportError:  # an API server had accepted the call and exited while it waited
+                    deadline = time.monotonic() + CALL_SECONDS
+                await asyncio.sleep(REPEAT_SECONDS)
