@@ -1,17 +1,17 @@
 """Load on a server while its processes are killed, and a report of what its clients noticed: nothing but a pause.
 
-python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [--ray-cluster own] [--hosts 3]
+python scripts/chaos.py [--requests 1000] [--rounds 2] [--every 3] [--backend ray] [--ray-cluster own] [--hosts 3]
     [--victims engine,raylet] [--expert-parallel] [--routed-experts] [--steer] [--scale] [--weight-updates 5]
     [-- options]
 
-The load is sent twice to the same server: first without faults, then while random engines, workers and API servers are
-killed (SIGKILL) or stopped (SIGSTOP) every few seconds; with `--hosts`, which needs root, each engine is on a host of
-its own, hosts are killed, and links to them are cut. `--victims` may name `raylet` and `gcs`, Ray's node manager and
-its control store: those of a cluster that this program maintains, restarting its nodes as an operator does, or, with
-`--ray-cluster own`, those of the cluster that the server has started for itself. Every answer must be the same both
-times. A request whose own API server exits loses its connection; it is sent again here, as any client has to, and
-counted separately. With `--steer`, pauses, sleeps and weight updates go on meanwhile; with `--scale`, engines and API
-servers are added, removed and restarted.
+The load is sent twice to the same server, or more often with `--rounds`: first without faults, then while random
+engines, workers and API servers are killed (SIGKILL) or stopped (SIGSTOP) every few seconds; with `--hosts`, which
+needs root, each engine is on a host of its own, hosts are killed, and links to them are cut. `--victims` may name
+`raylet` and `gcs`, Ray's node manager and its control store: those of a cluster that this program maintains, restarting
+its nodes as an operator does, or, with `--ray-cluster own`, those of the cluster that the server has started for
+itself. Every answer must be the same each time. A request whose own API server exits loses its connection; it is sent
+again here, as any client has to, and counted separately. With `--steer`, pauses, sleeps and weight updates go on
+meanwhile; with `--scale`, engines and API servers are added, removed and restarted.
 
 With `--weight-updates` a trainer pushes other weights every few seconds meanwhile, by shared memory and also in pauses,
 and processes are killed in the middle of its calls. The load without faults is sent once with each variant of the
@@ -113,7 +113,7 @@ def main() -> int:
 
 
 def _run_chaos(options: argparse.Namespace, root: Path, stack: ExitStack) -> ChaosReport:
-    report = ChaosReport(requests=options.requests)
+    report = ChaosReport(requests=options.requests * options.rounds)
     surroundings = _surroundings(options, root, stack)
     leaks = Leaks(surroundings.left)
     server = Server(
@@ -244,11 +244,11 @@ async def _load_of_one_version(
             rng=random.Random(options.seed),
         )
     began = time.monotonic()
-    got = await _run_load_with_faults(server, requests, injector, steering, options.concurrency)
+    got = await _run_load_with_faults(server, [*requests] * options.rounds, injector, steering, options.concurrency)
     if steering is not None:
         report.control_calls = dict(steering.calls)
         report.trouble += steering.trouble
-    report.mismatches = _compare(expected, got)
+    report.mismatches = _compare(expected * options.rounds, got)
     return began, got
 
 
@@ -276,7 +276,7 @@ async def _load_with_updates(
             expected.append(await _run_load_without_faults(server, requests, options))
         began = time.monotonic()
         training = asyncio.create_task(trainer.run())
-        got = await _run_load_with_faults(server, requests, injector, None, options.concurrency)
+        got = await _run_load_with_faults(server, [*requests] * options.rounds, injector, None, options.concurrency)
         trainer.stop()
         await training
         variant = await trainer.push()  # complete, so that every engine that lacks weights has them again
@@ -284,7 +284,7 @@ async def _load_with_updates(
         last = await _run_load_without_faults(server, requests[:LAST_REQUESTS], options)
         report.mismatches = _compare(expected[variant][:LAST_REQUESTS], last)
         for number, outcome in enumerate(got):
-            answers = [outcomes[number].answer for outcomes in expected]
+            answers = [outcomes[number % len(requests)].answer for outcomes in expected]
             if outcome.answer is not None:
                 oldest = trainer.label_at(outcome.began)
                 found = find_wrong_versions(outcome.answer, [one for one in answers if one], labels, oldest)
@@ -385,6 +385,7 @@ def _arguments(options: argparse.Namespace, root: Path) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=1, help="times that the load is sent while faults are injected")
     parser.add_argument("--concurrency", type=int, default=12, help="requests in flight")
     parser.add_argument("--every", type=float, default=3.0, help="seconds between two faults, on the average")
     parser.add_argument(
