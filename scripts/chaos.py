@@ -375,6 +375,8 @@ def _arguments(options: argparse.Namespace, root: Path) -> list[str]:
         arguments.append("--enable-expert-parallel")
         if options.scale:  # else the last bits of sums depend on the number of engines
             arguments += ["--expert-dispatch", "all-to-all"]
+    if options.scale:  # an API server that goes cuts its streams after this time, and they may wait long for an engine
+        arguments += ["--shutdown-timeout", str(ALL_ENGINES_SECONDS)]
     if options.routed_experts:
         arguments.append("--enable-return-routed-experts")
     if options.weight_updates:

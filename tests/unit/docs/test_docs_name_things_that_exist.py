@@ -30,7 +30,6 @@ FOREIGN = {
         "--metrics-export-port",
     ),  # Ray's
     *("--node-ip-address", "--node-manager-port", "--object-manager-port", "--runtime-env-agent-port"),  # Ray's
-    "--temp-dir",  # Ray's
     "NCCL_SOCKET_IFNAME",  # NCCL's
     *("Forwarded", "Origin"),  # HTTP's
     *("ForSequenceClassification", "LlamaForSequenceClassification", "MistralModel", "Qwen3Model"),  # architectures
