@@ -125,6 +125,9 @@ async def start_ask_and_stop(engines: int, api_servers: int) -> None:
 
 
 def rounds(count: int) -> None:
+    """Start and stop fleets, at least `count` of them, and check that no descriptor is left open."""
+    assert count >= AT_ONCE, "else nothing would run after the first measurement"
+
     async def several() -> None:
         await asyncio.gather(*(start_ask_and_stop(2, 2) for _ in range(AT_ONCE)))
 
@@ -167,7 +170,7 @@ def port_grabber():
 
 
 def test_supervisor_start_and_stop_repeatedly_leaves_nothing():
-    rounds(2)
+    rounds(AT_ONCE)
 
 
 @pytest.mark.slow
