@@ -147,10 +147,11 @@ class Rebalancer:
 
     def read_missing(self) -> None:
         """Read the experts that could not be read while the memory of weights was asleep."""
-        # A slot may have got another expert since.
-        self._restore(
-            [one for one in self._unread if one[0].slots is not None and one[0].slots.local_experts[one[1]] == one[2]]
-        )
+
+        def is_present(block: MoeBlock, slot: int, expert: int) -> bool:  # the slot may have another one, or be gone
+            return block.slots is not None and expert in block.slots.local_experts[slot : slot + 1]
+
+        self._restore([one for one in self._unread if is_present(*one)])
         self._unread = []
 
     def _find_shortage(self, per_rank: int) -> str | None:
