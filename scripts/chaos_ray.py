@@ -100,9 +100,9 @@ class RayCluster:
     A control store that exits loses its state: its successor is a new cluster at the same address, which the nodes join
     when they have noticed.
 
-    Each node has a directory of its own. In a common one Ray names the sockets of a node after those that exist, so two
-    nodes that start at the same time may choose the same name, and the raylet that is second to bind it aborts. Its
-    `ray start` exits only half a minute later.
+    Each node has its own directory. In a shared one, Ray chooses the names of a node's sockets by the files that it
+    finds there, so two nodes that start at the same time may choose the same name. The second raylet then aborts, but
+    its `ray start` does not exit for another half a minute.
     """
 
     def __init__(self, root: Path, *, num_engines: int) -> None:
@@ -139,7 +139,8 @@ class RayCluster:
         while missing := [node for node in nodes if not node.has_joined]:
             if time.monotonic() > deadline:
                 ends = "\n".join(node.log[-LOG_CHARACTERS:] for node in missing)
-                raise ChaosFailed(f"{len(missing)} nodes of Ray have not started within {START_SECONDS:g} s:\n{ends}")
+                count = len(missing)
+                raise ChaosFailed(f"Ray has not started {count} of its nodes within {START_SECONDS:g} s:\n{ends}")
             time.sleep(POLL_SECONDS)
 
     def members(self) -> list[Target]:

@@ -25,7 +25,7 @@ class ExpertRendezvous:
         self.leaving: list[int] = []
         """Ranks that are about to leave; the others take over their experts."""
         self.shortage: str | None = None
-        """What an engine lacks for the experts of those that were to leave, which then keep their experts."""
+        """Why an engine cannot take over the experts of engines that were to leave, which then keep them; else None."""
         self.has_changed = False
         """Whether the ranks have ever changed, so that the experts are not where they were at the start."""
         self._opened: dict[int, tuple[EngineId, EngineOpened]] = {}

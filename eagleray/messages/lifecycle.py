@@ -200,7 +200,7 @@ class ExpertsJoined(msgspec.Struct, frozen=True, tag=True):
     engine: EngineId
     epoch: int
     shortage: str | None = None
-    """What it lacks for the experts of engines that are about to leave. It makes them keep their experts."""
+    """Why it cannot take over the experts of engines that are about to leave, which then keep them; None if it can."""
 
 
 class ExpertsBroken(msgspec.Struct, frozen=True, tag=True):

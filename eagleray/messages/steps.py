@@ -165,7 +165,7 @@ class GroupJoined(msgspec.Struct, frozen=True, tag=True):
     broken: str | None = None
     """Cause, if the group has broken meanwhile; then the worker takes no step before it has joined a later one."""
     shortage: str | None = None
-    """What the worker lacks for the experts of engines that are about to leave. It makes them keep their experts."""
+    """Why the worker cannot take over the experts of engines that are about to leave, which then keep them."""
 
 
 class ReadExpertLoad(msgspec.Struct, frozen=True, tag=True):

@@ -17,10 +17,10 @@ def test_start_node_does_not_start_shows_its_log(tmp_path: Path, monkeypatch: py
     program.chmod(0o755)
     monkeypatch.setattr(chaos_ray.sys, "executable", str(program))
     monkeypatch.setattr(chaos_ray, "_own_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(chaos_ray, "START_SECONDS", 1.0)
+    monkeypatch.setattr(chaos_ray, "START_SECONDS", 2.0)
     cluster = chaos_ray.RayCluster(tmp_path, num_engines=2)
     try:
-        with pytest.raises(ChaosFailed, match=r"(?s)^1 nodes of Ray.*raylet aborted"):
+        with pytest.raises(ChaosFailed, match=r"(?s)^Ray has not started 1 of its nodes .*raylet aborted"):
             cluster.start()
         starts = [(tmp_path / f"ray-node-{number}.log").read_text().splitlines()[0] for number in range(3)]
     finally:
