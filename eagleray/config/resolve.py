@@ -122,6 +122,11 @@ def local_ranks(config: Config) -> range:
     return ranks
 
 
+def is_whole_deployment(config: Config) -> bool:
+    """Whether this program starts all engines of the deployment."""
+    return len(local_ranks(config)) == config.parallel.data_parallel_size
+
+
 def autoscale_limits(config: Config) -> tuple[int, int] | None:
     """Return the least and the greatest number of engines of `autoscale`; None without it. Raises `ConfigError`."""
     if (text := config.parallel.autoscale) is None:

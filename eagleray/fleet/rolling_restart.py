@@ -7,12 +7,12 @@ options: if it cannot start with them, nothing has changed. Without room the fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from collections.abc import Generator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from eagleray.errors import DeadlineExceeded, EagleRayError, EngineFailed
 from eagleray.fleet import timeouts
-from eagleray.fleet.engine_options import NO_ROOM, EngineOptions, OptionsOfEngines
+from eagleray.fleet.engine_options import NO_ROOM, OptionsOfEngines
 from eagleray.fleet.membership import Membership
 from eagleray.fleet.replica import Replica, Starting, Up
 from eagleray.fleet.scaling_operations import (
@@ -32,33 +32,33 @@ from eagleray.identity import EngineId, MemberId
 from eagleray.log import get_logger
 from eagleray.messages.scaling import RestartEngines
 
+if TYPE_CHECKING:
+    from eagleray.fleet.engine_upgrades import EngineUpgrades
+
 logger = get_logger(__name__)
 
 
 class RollingRestart:
-    """`replicas`: those of the fleet by key. `no_surge` returns why no engine can be added meanwhile; None if one may.
-    `options_with` returns the options of engines with changes, or raises the reason why they may not begin now."""
+    """`replicas`: those of the fleet by key."""
 
     def __init__(
         self,
         changes: FleetChanges,
         options: OptionsOfEngines,
+        upgrades: EngineUpgrades,
         replicas: Mapping[MemberId, Replica],
         membership: Membership,
         turn: Turn,
         *,
         instance: str,
-        no_surge: Callable[[], str | None],
-        options_with: Callable[[Mapping[str, Any]], EngineOptions],
     ) -> None:
         self._changes = changes
         self._options = options
+        self._upgrades = upgrades
         self._replicas = replicas
         self._membership = membership
         self._turn = turn
         self._instance = instance
-        self._no_surge = no_surge
-        self._options_with = options_with
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class RollingRestart:
     def steps_of(self, operation: ScalingOperation, request: RestartEngines) -> Steps:
         """Return the generator of an operation."""
         if request.options:
-            self._options.begin(self._options_with(request.options))
+            self._options.begin(self._upgrades.options_with(request.options))
         ranks = request.ranks or self._changes.ranks
         yield from self._add_surge_engine(operation)
         operation.phase = "committing"
@@ -106,7 +106,7 @@ class RollingRestart:
     def _add_surge_engine(self, operation: ScalingOperation) -> Generator[Step, None, None]:
         """Start one more engine, and wait until it serves, if there is room for it."""
         operation.phase = "preparing"
-        if (obstacle := self._no_surge()) is not None:
+        if (obstacle := self._upgrades.no_surge()) is not None:
             logger.info("no engine is added while others are restarted: %s", obstacle)
             return
         self._options.surge = key = self._changes.free_engine()

@@ -12,17 +12,12 @@ it is sent `Attach`; it reports that it has started; `Joined` is published; when
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
-import msgspec
-
-from eagleray.config.resolve import DEMO_MODEL_DIR, expert_engines, local_ranks, option_that_needs_ray
-from eagleray.config.restart_options import changed_options, requested_changes, with_changes
+from eagleray.config.resolve import expert_engines, local_ranks
 from eagleray.config.sections import Config
-from eagleray.errors import ClusterError, ClusterLost, EagleRayError, InvalidRequest, Unavailable, WrongState
+from eagleray.errors import ClusterError, ClusterLost, EagleRayError, Unavailable
 from eagleray.fleet import timeouts
 from eagleray.fleet.autoscaler import Autoscaler, autoscale_settings
 from eagleray.fleet.control.instance import (
@@ -35,6 +30,7 @@ from eagleray.fleet.control.instance import (
 )
 from eagleray.fleet.control.machine import Control
 from eagleray.fleet.engine_options import EngineOptions, OptionsOfEngines
+from eagleray.fleet.engine_upgrades import EngineUpgrades
 from eagleray.fleet.events import (
     Adopt,
     Disconnected,
@@ -48,8 +44,10 @@ from eagleray.fleet.events import (
     StopInstance,
     TimePassed,
 )
+from eagleray.fleet.expert_epochs import ExpertEpochs
 from eagleray.fleet.expert_rendezvous import ExpertRendezvous
 from eagleray.fleet.external_clients import ExternalClients
+from eagleray.fleet.first_start import FirstStart
 from eagleray.fleet.membership import Membership
 from eagleray.fleet.node_drain import NodeDrain
 from eagleray.fleet.process_exit import ProcessExit
@@ -69,6 +67,7 @@ from eagleray.fleet.scaling_operations import (
     StartReplica,
     Step,
 )
+from eagleray.fleet.scaling_rules import ScalingRules
 from eagleray.fleet.turn import (
     Action,
     BrokenConnectionTimer,
@@ -76,7 +75,6 @@ from eagleray.fleet.turn import (
     FailInstance,
     LeaseTimer,
     ScalingTimer,
-    Serve,
     Spawn,
     Stopped,
     StopTimer,
@@ -120,9 +118,6 @@ class FleetState:
         shortage: Callable[[int], str | None] = lambda num_added: None,
     ) -> None:
         self.instance = instance
-        self.is_serving = False
-        """Whether every member that was started or adopted at first has started, or was given up, and the clients know
-        the engines."""
         self.failure: EagleRayError | None = None
         """The error that ends this instance."""
         self._config = config
@@ -132,31 +127,45 @@ class FleetState:
         self._options = OptionsOfEngines(config)
         self._replicas = Replicas(config, self._turn, self._membership, self._options)
         self._control = Control.of(config, instance)
-        self._rendezvous = ExpertRendezvous(local_ranks(config)) if expert_engines(config) > 1 else None
-        """None if engines do not share experts."""
-        self._shortage = shortage
+        rendezvous = ExpertRendezvous(local_ranks(config)) if expert_engines(config) > 1 else None
         self._changes = FleetChanges(
             self._replicas,
             self._membership,
             self._turn,
             instance=instance,
             shortage=shortage,
-            rendezvous=self._rendezvous,
+            rendezvous=rendezvous,
             may_regroup=lambda: self._control.may_regroup,
         )
-        self._restarts = RollingRestart(
+        self._experts: ExpertEpochs | None = None
+        """None if engines do not share experts."""
+        if rendezvous is not None:
+            self._experts = ExpertEpochs(
+                rendezvous,
+                self._replicas,
+                self._membership,
+                self._changes,
+                self._turn,
+                self._control,
+                carry_out=self._carry_out,
+            )
+        self._upgrades = EngineUpgrades(
+            config, self._options, self._replicas, self._membership, self._control, shortage=shortage
+        )
+        restarts = RollingRestart(
             self._changes,
             self._options,
+            self._upgrades,
             self._replicas,
             self._membership,
             self._turn,
             instance=instance,
-            no_surge=self._no_surge,
-            options_with=self._options_with,
         )
+        self._rules = ScalingRules(config, self._control, self._changes, self._upgrades)
+        self._first_start = FirstStart(self._replicas, self._turn)
         self._node_drain = NodeDrain(self._replicas, self._membership, self._changes)
         self._scaling = Scaling(
-            self._changes, self._restarts, self._turn, instance=instance, forbidden=self._scaling_forbidden
+            self._changes, restarts, self._turn, instance=instance, forbidden=self._scaling_forbidden
         )
         self._autoscaler: Autoscaler | None = None
         """None if the number of engines is fixed."""
@@ -169,14 +178,6 @@ class FleetState:
                 turn=self._turn,
             )
             self._scaling.autoscale = self._autoscaler.describe
-        self._adopted: set[ClientId] = set()
-        """Clients in the supervisor's process."""
-        self._known: set[tuple[ClientId, EngineId]] = set()
-        """Pairs of a client and an engine of which it has received `Joined`; empty once the instance serves."""
-        self._pairs: Iterator[tuple[ClientId, EngineId]] = iter(())
-        """Pairs that `_known` must have before the instance serves, from the one after `_awaited_pair`."""
-        self._awaited_pair: tuple[ClientId, EngineId] | None = None
-        """The first pair that is missing in `_known`; None while a member has not started."""
         self._external_clients = ExternalClients(instance, self._turn, self._membership)
         self._infos: dict[EngineId, EngineInfo] = {}
         """Properties of engines that have started and not joined."""
@@ -190,6 +191,11 @@ class FleetState:
         """Kinds of members that are told to stop when the processes of the kind before have exited."""
         if self._control.state.adapters:
             self._membership.publish_state(self._control.state)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the first members have started, and the clients know the engines."""
+        return self._first_start.is_serving
 
     @property
     def deadline(self) -> float | None:
@@ -217,45 +223,13 @@ class FleetState:
         return self._options.of(engine)
 
     def engine_config(self, engine: EngineId) -> Config:
-        """Return the configuration of an engine that is spawned now. Its `data_parallel_size` covers the ranks of all
-        engines that run or start, which divide the cores and the memory of their host by it. A surge engine leaves its
-        part to the others soon."""
-        config, surge = self._options.of(engine).config, self._options.surge
-        parallel = config.parallel
-        if not self._is_whole_deployment:
-            return config
-        is_surge = replica_key(engine) == surge
-        waits_for_ray = option_that_needs_ray(config) is not None  # else an option of Ray would choose it as executor
-        if is_surge and waits_for_ray and config.ray.ray_placement_timeout > timeouts.SURGE_PLACEMENT_SECONDS:
-            ray = msgspec.structs.replace(config.ray, ray_placement_timeout=timeouts.SURGE_PLACEMENT_SECONDS)
-            config = msgspec.structs.replace(config, ray=ray)
-        ranks = [
-            member.rank
-            for key, member in self._replicas.expected().items()
-            if isinstance(member, EngineId) and (is_surge or key != surge)
-        ]
-        least = 1 if self._rendezvous is None else 2  # an engine of an expert group is never alone by its configuration
-        parallel = msgspec.structs.replace(
-            parallel,
-            data_parallel_size=max(least, max(ranks) + 1),
-            data_parallel_size_local=None,
-            data_parallel_start_rank=None,
-            data_parallel_rank=None,
-        )
-        return msgspec.structs.replace(config, parallel=parallel)
+        """Return the configuration of an engine that is spawned now."""
+        return self._upgrades.config_of(engine)
 
     @property
     def expert_group_size(self) -> int | None:
         """See `EngineSpec`, for an engine that is spawned now."""
-        if self._rendezvous is None or not (self._rendezvous.has_changed or self._changes.held):
-            return None
-        added = (key.rank for key in self._changes.held)
-        return len({*self._rendezvous.ranks, *added}.difference(self._rendezvous.leaving))
-
-    @property
-    def _is_whole_deployment(self) -> bool:
-        """Whether no other program runs engines of the deployment."""
-        return len(local_ranks(self._config)) == self._config.parallel.data_parallel_size
+        return None if self._experts is None else self._experts.spawned_group_size
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle an event at the time `now`, in seconds of a monotonic clock. Returns what is to be done, in order."""
@@ -268,7 +242,7 @@ class FleetState:
                 for index in indices:
                     self._replicas.add(ClientId(self.instance, index))
             case Adopt(client, address):
-                self._adopted.add(client)
+                self._first_start.adopt(client)
                 self._attach(client, address, has_heartbeat=False)
             case Bound(EngineId() | ClientId() as member, address):
                 self._on_bound(member, address)
@@ -304,20 +278,11 @@ class FleetState:
                 self._carry_out(self._control.call(event, now))
             case CommandDone():
                 self._carry_out(self._control.on_done(event, now))
-            case EngineLoaded(engine):
-                self._on_engine_loaded(engine)
-            case ExpertsOpened():
-                self._on_experts_opened(event)
-            case ExpertsJoined():
-                self._on_experts_joined(event)
-            case ExpertsBroken(engine, epoch):
-                if self._rendezvous is not None and self._rendezvous.mark_broken(engine, epoch):
-                    self._send_rendezvous()
+            case EngineLoaded() | ExpertsOpened() | ExpertsJoined() | ExpertsBroken():
+                if self._experts is not None:
+                    self._experts.handle(event)
             case Knows(client, engine):
-                if not self.is_serving:
-                    self._known.add((client, engine))
-                    if self._awaited_pair == (client, engine):
-                        self._await_next_pair()
+                self._first_start.on_known(client, engine)
             case Register():
                 if not self._is_closed:
                     self._external_clients.register(event)
@@ -355,8 +320,7 @@ class FleetState:
                 self._take(step)
             else:
                 break
-        kept = "a restart changes the checkpoint (GET /scale has its status)"
-        self._control.keep_weights(kept if self._options.changes_checkpoint else None)
+        self._upgrades.keep_weights()
 
     # Replicas
 
@@ -377,10 +341,10 @@ class FleetState:
             is_held = self._changes.on_ended(ended.member, failure)
             next_step = "the operation that added it fails" if is_held and failure is not None else next_step
         self._leave(left, is_known=not is_held)
-        is_needed = self._needs(ended.member)
-        if self._rendezvous is not None and isinstance(ended.member, EngineId):
-            self._rendezvous.remove(ended.member, returns=is_needed)
-            self._send_rendezvous()
+        is_needed = False
+        if self._experts is not None and isinstance(ended.member, EngineId):
+            is_needed = self._experts.needs(ended.member)
+            self._experts.on_ended(ended.member, returns=is_needed)
         if ended.decision is None:
             return
         logger.warning("%s is gone: %s; %s", ended.member.label, ended.cause, next_step)
@@ -391,14 +355,7 @@ class FleetState:
         if self._ends_instance(ended, is_needed=is_needed):
             self._fail_instance(ended.as_exception())
             return
-        self._check_serving()
-
-    def _needs(self, member: MemberId) -> bool:
-        """Whether other engines wait for the replacement of the member, because it shares experts with them. They do
-        not wait for one that clients do not know yet, or that is about to leave."""
-        if self._rendezvous is None or not isinstance(member, EngineId) or replica_key(member) in self._changes.held:
-            return False
-        return member.rank in self._rendezvous.ranks and member.rank not in self._rendezvous.leaving
+        self._first_start.check()
 
     def _ends_instance(self, ended: ProcessExit, *, is_needed: bool) -> bool:
         """Whether the instance cannot serve without the member: the last of its kind, or an engine that shares experts
@@ -430,8 +387,8 @@ class FleetState:
         if replica is None or replica.expected != member or member in self._membership:
             return
         self._attach(member, address, has_heartbeat=True)
-        if self._rendezvous is not None and isinstance(member, EngineId) and member.rank in self._rendezvous.ranks:
-            self._send_rendezvous()
+        if self._experts is not None and isinstance(member, EngineId):
+            self._experts.on_attached(member)
 
     def _set_up(self, member: MemberId) -> bool:
         """Record that a member has started. Returns False if it has left, or had started already."""
@@ -444,10 +401,7 @@ class FleetState:
         """Have an engine join once it has the state and the weights of the instance."""
         engine = started.engine
         self._infos[engine] = started.info
-        if self._options.on_started(engine) and self._options.changes_checkpoint:
-            options = self._options.of(engine)
-            directory = options.config.model.model or str(DEMO_MODEL_DIR)
-            self._carry_out(self._control.use_checkpoint(options.update, directory, self._turn.now))
+        self._carry_out(self._upgrades.on_started(engine, self._turn.now))
         self._carry_out(self._control.start(engine, started.update, self._turn.now))
         if engine in self._infos and started.update != (required := self._control.state.update):
             logger.info("%s has started; it serves when it has the weights of update %d", engine.label, required)
@@ -459,27 +413,7 @@ class FleetState:
         elif info is not None:
             logger.info("%s has joined", member.label)
         self._membership.join(member, info)
-        self._check_serving()
-
-    def _check_serving(self) -> None:
-        """Begin to serve when every member has started and the clients know the engines."""
-        self._awaited_pair = None
-        if self.is_serving or not self._replicas.are_settled:
-            return
-        members = self._replicas.expected().values()
-        engines = [member for member in members if isinstance(member, EngineId)]
-        clients = [member for member in members if isinstance(member, ClientId)]
-        self._pairs = itertools.product([*clients, *self._adopted], engines)
-        self._await_next_pair()
-
-    def _await_next_pair(self) -> None:
-        """Serve unless a client still has to report that it knows an engine. Each pair is looked at once, because there
-        are as many reports as pairs."""
-        self._awaited_pair = next((pair for pair in self._pairs if pair not in self._known), None)
-        if self._awaited_pair is None:
-            self.is_serving = self._replicas.instance_has_served = True
-            self._known.clear()
-            self._turn.act(Serve())
+        self._first_start.check()
 
     # Connections
 
@@ -532,79 +466,7 @@ class FleetState:
         if self._is_closed or not self.is_serving:
             when = "is stopping" if self._is_closed else "has not started yet"
             return Unavailable(f"the instance {when}, so it cannot be scaled")
-        if self._control.weights_are_changing:
-            return WrongState(
-                "a weight update is open or its trainer is connected: scale after finish_weight_update and "
-                "shutdown_weight_transfer_engine"
-            )
-        if isinstance(request, RestartEngines) and request.options:
-            return self._options_forbidden(request)
-        if not isinstance(request, Scale) or (request.num_engines is None and not request.remove_ranks):
-            return None
-        if self._config.parallel.enable_expert_parallel and (error := self._regrouping_forbidden(request)) is not None:
-            return error
-        if not self._is_whole_deployment:
-            return InvalidRequest(
-                "the engines of this deployment are started by several programs (`data_parallel_rank`, "
-                "`data_parallel_start_rank` or `data_parallel_size_local`): start or stop one of the programs instead",
-                param="num_engines",
-            )
-        return None
-
-    def _regrouping_forbidden(self, request: Scale) -> EagleRayError | None:
-        """Return the reason why engines that share experts may not be added or removed now."""
-        if self._rendezvous is None:
-            return InvalidRequest(
-                "this engine has all experts (`enable_expert_parallel` with `data_parallel_size` 1), so others cannot "
-                "share them: start with `data_parallel_size` 2 or more, which can be scaled later",
-                param="num_engines",
-            )
-        if self._control.state.asleep:
-            return WrongState("engines that share experts cannot be scaled while memory sleeps: call wake_up first")
-        if self._control.state.update > 0 and self._changes.adds_engines(request):
-            return WrongState(
-                "the weights were updated since the start, and an added engine would read those of the checkpoint: "
-                "engines that share experts can only be removed now"
-            )
-        return None
-
-    def _options_forbidden(self, request: RestartEngines) -> EagleRayError | None:
-        if request.ranks:
-            return InvalidRequest("options change for all engines: leave out `ranks`", param="ranks")
-        try:
-            self._options_with(request.options)
-        except EagleRayError as error:
-            return error
-        return None
-
-    def _no_surge(self) -> str | None:
-        """Return why no engine can be added while others are restarted."""
-        config = self._config
-        if not self._is_whole_deployment or config.parallel.enable_expert_parallel or config.ray.bundle_indices:
-            return "the options of the deployment leave no place for it"
-        if self._control.state.asleep:
-            return "the instance is asleep"
-        return self._shortage(1)
-
-    def _options_with(self, given: Mapping[str, Any]) -> EngineOptions:
-        """Return the options of engines with the changes that a restart asks for. Raises the reason why they may not
-        begin now."""
-        settled, changes = self._options.settled, requested_changes(given)
-        changes_checkpoint = "model" in changes
-        if changes_checkpoint and self._config.parallel.enable_expert_parallel:
-            raise InvalidRequest(
-                "engines that share experts (`enable_expert_parallel`) need the same weights at any time, so `model` "
-                "cannot be changed one engine after another: use update_weights with `weight_dir`",
-                param="model",
-            )
-        if changes_checkpoint and (self._control.weights_are_changing or "weights" in self._control.state.asleep):
-            raise WrongState("the weights are asleep or being updated: change `model` afterwards")
-        infos = self._membership.engine_infos
-        if changes_checkpoint and not infos:
-            raise Unavailable("no engine serves at present, so it is not known which checkpoint would fit")
-        config = with_changes(settled.config, changes, max_model_len=infos[0].max_model_len if infos else 0)
-        update = self._control.state.update + 1 if changes_checkpoint else settled.update
-        return EngineOptions(config, changed_options(self._config, config), update)
+        return self._rules.forbidden(request)
 
     def _on_load_report(self, report: LoadReport) -> None:
         if self._autoscaler is None or self._is_closed or not self.is_serving:
@@ -637,7 +499,8 @@ class FleetState:
                 shutdown_timeout = self._config.serving.shutdown_timeout
                 self._stop_api_server(self._replicas.let_go(key), max(grace, shutdown_timeout))
             case Regroup():
-                self._regroup(step)
+                assert self._experts is not None
+                self._experts.regroup(step)
             case RestoreWeights():
                 self._carry_out(self._control.restore_weights(self._turn.now))
             case RestartReplica(key, cause):
@@ -656,9 +519,8 @@ class FleetState:
             self._leave(left, is_known=is_known, flushes=True)
         elif is_known and was_expected:
             self._membership.retire(left)
-        if returns and self._rendezvous is not None:
-            self._rendezvous.remove(engine)
-            self._send_rendezvous()
+        if returns and self._experts is not None:
+            self._experts.on_ended(engine, returns=True)
         self._replicas.drop_if_gone(replica)
 
     def _move(self, notice: NodeDraining) -> None:
@@ -680,45 +542,6 @@ class FleetState:
         """Have control calls and weights count the engines that are to serve, and those that are being added, which
         execute the same commands."""
         self._control.set_ranks(key.rank for key in self._replicas.expected() if isinstance(key, EngineId))
-
-    # The expert group
-
-    def _on_engine_loaded(self, engine: EngineId) -> None:
-        replica = self._replicas.of(engine)
-        if self._rendezvous is not None and replica is not None and engine in self._membership:
-            replica.wait_for_others()
-            self._changes.on_loaded(engine)
-
-    def _on_experts_joined(self, message: ExpertsJoined) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.join(message.engine, message.epoch, message.shortage)
-            if self._rendezvous.is_settled:
-                self._carry_out(self._control.set_regrouping(False, self._turn.now))
-
-    def _regroup(self, step: Regroup) -> None:
-        assert self._rendezvous is not None
-        self._rendezvous.regroup(step.ranks, leaving=step.leaving)
-        self._carry_out(self._control.set_regrouping(True, self._turn.now))
-        self._send_rendezvous()
-
-    def _on_experts_opened(self, message: ExpertsOpened) -> None:
-        engine, replica = message.engine, self._replicas.of(message.engine)
-        if self._rendezvous is None or replica is None or engine not in self._membership:
-            return
-        replica.wait_for_others()
-        if self._rendezvous.open(engine, message.epoch, message.opened):
-            self._send_rendezvous()
-
-    def _send_rendezvous(self) -> None:
-        """Send the state of the rendezvous to its engines: the ranks that it waits for, or the complete group."""
-        if (group := self._rendezvous) is None:
-            return
-        members = [engine for engine in self._membership.engines if engine.rank in group.ranks]
-        if group.is_complete:
-            engines = [self._membership.joined_message(engine) for engine in group.engines]
-            self._turn.send(group.formed_message(engines), *members)
-        else:
-            self._turn.send(group.open_message, *members)
 
     # Time
 

@@ -385,7 +385,8 @@ class World(Machine):
         assert self.running.keys() == {replica.member for replica in replicas.values() if not replica.is_gone}
         assert not any(self.returning.values()), f"members expect {self.returning}, but these are up: {self.states()}"
         ranks = self.up_ranks()
-        if (group := self.state._rendezvous) is not None:
+        if (experts := self.state._experts) is not None:
+            group = experts._rendezvous
             assert (group.ranks, group.leaving, group.is_settled) == (ranks, [], True)
             assert {self.joined_epochs[engine] for engine in group.engines} == {group.epoch}
             assert not self.state._control._is_regrouping

@@ -345,6 +345,6 @@ def test_restart_with_options_that_are_refused_changes_nothing(request_, param, 
 
 def test_restart_engines_that_share_experts_keep_their_checkpoint():
     it = Machine(data_parallel_size=2, enable_expert_parallel=True)
-    it.state.is_serving = True
+    it.state._first_start.is_serving = True
     it.adopt()
     assert "need the same weights" in it.answer(it.call(RestartEngines(options=CHECKPOINT))).message
