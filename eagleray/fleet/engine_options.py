@@ -51,6 +51,8 @@ class OptionsOfEngines:
         self.rollout: Rollout | None = None
         self.surge: EngineId | None = None
         """Key of the engine that runs while others are restarted."""
+        self.is_undoing_checkpoint = False
+        """Whether engines may still have the checkpoint of a rollout that was withdrawn."""
         self._of: dict[EngineId, EngineOptions] = {}
         """Options of the newest incarnation of each engine, by replica key."""
 
@@ -95,6 +97,7 @@ class OptionsOfEngines:
     def withdraw(self) -> list[EngineId]:
         """End the rollout: every engine that starts gets the options from before. Returns the keys of the engines that
         have the new ones."""
+        self.is_undoing_checkpoint = self.changes_checkpoint
         reached = [key for key in self._of if self.has_new(key)]
         self.rollout = None
         return reached

@@ -94,9 +94,13 @@ class EngineUpgrades:
         return self._control.use_checkpoint(options.update, options.config.model.model or str(DEMO_MODEL_DIR), now)
 
     def keep_weights(self) -> None:
-        """Allow no weight update while engines get another checkpoint."""
-        kept = "a restart changes the checkpoint (GET /scale has its status)"
-        self._control.keep_weights(kept if self._options.changes_checkpoint else None)
+        """Allow no weight update while some engines have another checkpoint than the rest."""
+        kept = None
+        if self._options.changes_checkpoint:
+            kept = "a restart changes the checkpoint (GET /scale has its status)"
+        elif self._options.is_undoing_checkpoint:
+            kept = "a failed change of the checkpoint is undone (GET /scale has its status)"
+        self._control.keep_weights(kept)
 
     # Restarts.
 
@@ -129,7 +133,7 @@ class EngineUpgrades:
         if changes_checkpoint and not infos:
             raise Unavailable("no engine serves at present, so it is not known which checkpoint would fit")
         config = with_changes(settled.config, changes, max_model_len=infos[0].max_model_len if infos else 0)
-        update = self._control.state.update + 1 if changes_checkpoint else settled.update
+        update = self._control.next_update if changes_checkpoint else settled.update
         return EngineOptions(config, changed_options(self._config, config), update)
 
     def no_surge(self) -> str | None:

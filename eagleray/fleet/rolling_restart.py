@@ -101,6 +101,7 @@ class RollingRestart:
                 yield from self._replace(operation, replica, member, 0.0, is_undone=True)
         if self._options.surge is not None:
             yield from self._remove_surge_engine()
+        self._options.is_undoing_checkpoint = False
         yield from self._changes.remove_held(error)
 
     def _add_surge_engine(self, operation: ScalingOperation) -> Generator[Step, None, None]:

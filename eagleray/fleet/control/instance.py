@@ -143,6 +143,8 @@ class SteeredInstance:
         """Why no weight update may begin now; None if one may."""
         self.labels: dict[int | None, str] = {0: InstanceState().weight_version}
         """Names of the weights of the committed updates, by number."""
+        self._last_update = 0
+        """The highest number that an update has had, also that of a checkpoint whose change was undone."""
         self.effects: list[Effect] = []
         self._numbers = itertools.count(1)
 
@@ -259,8 +261,15 @@ class SteeredInstance:
         ):
             if is_now and not was:
                 self.since[latch] = self.now
+        self._last_update = max(self._last_update, self.state.update)
         self.labels[self.state.update] = self.state.weight_version
         self.effects.append(PublishState(self.state))
+
+    @property
+    def next_update(self) -> int:
+        """The number of the next weight update. None is used twice, because the versions of answers, the prefix caches
+        and the copies of weights name weights by it."""
+        return self._last_update + 1
 
     def set_state_bodies(self, **fields: Any) -> dict[MemberId, CommandBody]:
         """Return the command to adopt the state for the engines that a call waits for. `fields`: others of `SetState`.

@@ -90,6 +90,11 @@ class Control:
         return self._instance.state
 
     @property
+    def next_update(self) -> int:
+        """The number of the next weight update."""
+        return self._instance.next_update
+
+    @property
     def weights_are_changing(self) -> bool:
         """Whether an update is open, or a trainer is connected to a fixed number of workers."""
         transfer = self._instance.transfer

@@ -198,7 +198,7 @@ class WeightUpdates:
         self.dropped_because = self._dropped_at = None
         for record in instance.engines.values():
             record.takes_part = record.is_started
-        number = instance.state.update + 1
+        number = instance.next_update
         instance.assign(instance.changed(open_update=number, is_in_place=instance.updates_in_place))
         try:
             replies = yield Commands(instance.set_state_bodies())

@@ -310,20 +310,28 @@ def test_restart_with_a_checkpoint_it_counts_as_a_weight_update(has_room):
 
 
 def test_restart_with_a_checkpoint_that_fails_late_restores_the_number_of_the_weights():
-    it = Machine.serving(data_parallel_size=2)
+    it = Machine.serving(data_parallel_size=3)
     it.shortage = "no memory is free"
     call = it.call(RestartEngines(options=CHECKPOINT))
-    first = replace(it, E[0])
-    it.exit(E[1], GONE)
+    first, second = replace(it, E[0]), replace(it, E[1])
+    it.exit(E[2], GONE)
     it.pass_time(0.0)
-    cannot_start(it, later(E[1]))
-    cannot_start(it, later(E[1], 2))
-    assert it.answer(it.call(GetWeightInfo()))["weight_version"] == "default"
-    replace(it, first)
-    start(it, later(E[1], 3))
+    cannot_start(it, later(E[2]))
+    cannot_start(it, later(E[2], 2))
+    first = replace(it, first)
+    failure = it.answer(it.call(StartWeightUpdate()))
+    assert "is undone" in failure.message, f"{second.label} still has the weights with the next number"
+    second = replace(it, second)
+    third = later(E[2], 3)
+    start(it, third)
     assert it.answer(call).message == "the cache is too small"
     assert it.state.engine_config(E[0]).model.model is None
-    assert it.is_up(later(E[1], 3))
+    assert it.is_up(third)
+    assert it.answer(it.call(GetWeightInfo()))["weight_version"] == "default"
+    update = it.call(StartWeightUpdate())
+    for engine in (first, second, third):
+        it.execute(engine)
+    assert it.answer(update)["update"] == 2, "no number is used twice"
 
 
 @pytest.mark.parametrize(
