@@ -45,6 +45,8 @@ class ExpertEpochs:
         self._turn = turn
         self._control = control
         self._carry_out = carry_out
+        self._is_exchanging = False
+        """Whether the ranks have changed, so that engines exchange experts when the group forms."""
 
     @property
     def spawned_group_size(self) -> int | None:
@@ -70,6 +72,7 @@ class ExpertEpochs:
 
     def on_ended(self, engine: EngineId, *, returns: bool) -> None:
         """Handle the exit of an engine. The others wait for its replacement if it `returns`."""
+        self._is_exchanging |= not returns and engine.rank in self._rendezvous.ranks
         self._rendezvous.remove(engine, returns=returns)
         self._send()
 
@@ -80,8 +83,8 @@ class ExpertEpochs:
                 self._on_loaded(engine)
             case ExpertsOpened():
                 self._on_opened(message)
-            case ExpertsJoined():
-                self._on_joined(message)
+            case ExpertsJoined(engine, epoch, shortage):
+                self._rendezvous.join(engine, epoch, shortage)
             case ExpertsBroken(engine, epoch):
                 if self._rendezvous.mark_broken(engine, epoch):
                     self._send()
@@ -102,19 +105,24 @@ class ExpertEpochs:
         if self._rendezvous.open(engine, message.epoch, message.opened):
             self._send()
 
-    def _on_joined(self, message: ExpertsJoined) -> None:
-        """Handle that an engine has joined the group of an epoch, and has its experts."""
-        self._rendezvous.join(message.engine, message.epoch, message.shortage)
-        if self._rendezvous.is_settled:
-            self._carry_out(self._control.set_regrouping(False, self._turn.now))
-
     # Scaling.
 
     def regroup(self, step: Regroup) -> None:
         """Begin an epoch with other engines, or with engines that give their experts to the others."""
         self._rendezvous.regroup(step.ranks, leaving=step.leaving)
-        self._carry_out(self._control.set_regrouping(True, self._turn.now))
+        self._is_exchanging = True
+        self.review()
         self._send()
+
+    def review(self) -> bool:
+        """Let control calls wait while engines exchange experts, or an operation is about to let them exchange more.
+        Returns whether that has changed."""
+        self._is_exchanging &= not self._rendezvous.is_settled
+        is_regrouping = self._is_exchanging or self._changes.is_regrouping
+        if is_regrouping == self._control.is_regrouping:
+            return False
+        self._carry_out(self._control.set_regrouping(is_regrouping, self._turn.now))
+        return True
 
     def _send(self) -> None:
         """Send the state of the rendezvous to its engines: the ranks that it waits for, or the complete group."""

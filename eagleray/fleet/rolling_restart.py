@@ -102,7 +102,7 @@ class RollingRestart:
         if self._options.surge is not None:
             yield from self._remove_surge_engine()
         self._options.is_undoing_checkpoint = False
-        yield from self._changes.remove_held(error)
+        yield from self._changes.remove_held(operation, error)
 
     def _add_surge_engine(self, operation: ScalingOperation) -> Generator[Step, None, None]:
         """Start one more engine, and wait until it serves, if there is room for it."""
@@ -166,10 +166,8 @@ class RollingRestart:
             operation.phase = "committing"
         if replica.member == former and isinstance(replica.state, Starting | Up):
             yield RestartReplica(key, "it is restarted on purpose")
-        seconds, due = 0.0, float("inf")
-        if self._options.rollout is not None:  # the former options would do
-            seconds = timeouts.SCALE_START_ATTEMPTS * replica.start_seconds
-            operation.deadline = due = self._turn.now + seconds
+        seconds = timeouts.SCALE_START_ATTEMPTS * replica.start_seconds
+        operation.deadline = due = self._turn.now + seconds
 
         def has_returned() -> bool:
             self._check_options()
@@ -179,7 +177,11 @@ class RollingRestart:
                 given_up = replica.member.label
                 raise EngineFailed(f"{given_up} was restarted and is given up; the later ones were left alone")
             if self._turn.now >= due:
-                raise DeadlineExceeded(f"{key.label} did not start within {seconds:.0f} s")
+                if is_undone:
+                    return True
+                raise DeadlineExceeded(
+                    f"{key.label} did not start within {seconds:.0f} s; the later ones were left alone"
+                )
             return replica.member != former and self._membership.has_joined(replica.member)
 
         yield Until(has_returned, lambda: f"the replacement of {key.label} must start")

@@ -203,7 +203,8 @@ class Scaling:
         """Continue a failed operation with the removal of what it has begun."""
         operation.until, operation.deadline, operation.error = None, None, error
         is_restart = isinstance(operation.request, RestartEngines)
-        operation.steps = self._restarts.undo(operation, error) if is_restart else self._changes.remove_held(error)
+        undo = self._restarts.undo if is_restart else self._changes.remove_held
+        operation.steps = undo(operation, error)
 
     def _end(self, operation: ScalingOperation, error: EagleRayError | None) -> None:
         self._finish(operation, error)

@@ -101,7 +101,8 @@ class ScalingOperation:
     steps: Steps | None = None
     until: Until | None = None
     deadline: float | None = None
-    """Time at which the operation stops waiting for a start or a drain; None while it waits for neither."""
+    """Time at which the operation stops waiting for what it waits for; None for members that exit, each of which has
+    deadlines of its own."""
     removed: list[int] = field(default_factory=list)
     """Ranks of the engines that were removed, once their processes have exited."""
 
@@ -121,7 +122,8 @@ class RolledBack(Exception):
 class FleetChanges:
     """`replicas`: the replicas of the fleet by key, which only `FleetState` changes. `shortage(num_added)` returns why
     that many added engines find no room; None if there is room. `rendezvous`: that of engines that share experts, which
-    only `FleetState` changes; `may_regroup` returns whether they may exchange experts now."""
+    only `FleetState` changes; `regrouping_obstacle` returns what must happen before they may exchange experts; None if
+    they may."""
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class FleetChanges:
         instance: str,
         shortage: Callable[[int], str | None],
         rendezvous: ExpertRendezvous | None = None,
-        may_regroup: Callable[[], bool] = lambda: True,
+        regrouping_obstacle: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._replicas = replicas
         self._membership = membership
@@ -140,7 +142,9 @@ class FleetChanges:
         self._instance = instance
         self._shortage = shortage
         self._rendezvous = rendezvous
-        self._may_regroup = may_regroup
+        self._regrouping_obstacle = regrouping_obstacle
+        self.is_regrouping = False
+        """Whether an operation that removes engines from an expert group has begun and not formed the last epoch."""
         self.held: dict[EngineId, EngineId | None] = {}
         """Engines that are held back from clients, by replica key: the incarnation that is ready, or None."""
         self.undrained: dict[EngineId, set[ClientId]] = {}
@@ -198,7 +202,7 @@ class FleetChanges:
         for server in added_servers:
             yield StartReplica(server)
         yield Admit(tuple(added))
-        yield from self._hand_over(removed)  # before the drain, because it may show that they cannot go
+        yield from self._hand_over(operation, removed)  # before the drain, because it may show that they cannot go
         if self._rendezvous is not None and removed and self._rendezvous.shortage is not None:
             raise InvalidRequest(self._rendezvous.shortage, param="num_engines")
         yield from self.drain(operation, removed, request.drain_timeout)
@@ -210,13 +214,15 @@ class FleetChanges:
             yield Remove(server, "it was removed by scaling", grace=request.drain_timeout)
         yield self.until_gone([*removed, *removed_servers])
         operation.removed = sorted(engine.rank for engine in removed)
-        yield self._until_up(added_servers)
+        yield self._until_up(operation, added_servers)
 
-    def remove_held(self, error: EagleRayError) -> Steps:
+    def remove_held(self, operation: ScalingOperation, error: EagleRayError) -> Steps:
         """Remove the engines that a failed operation has added. Raises `RolledBack` when they are gone."""
         held = list(self.held)
-        yield from self._hand_over(held)
+        yield from self._hand_over(operation, held, must_go=True)
         yield from self._leave_group(held)
+        if self._rendezvous is not None and self._rendezvous.leaving:  # they stay, because the operation failed
+            yield Regroup(tuple(self._rendezvous.ranks))
         for key in held:
             if key in self._replicas:
                 yield Remove(key, "the operation that added it failed")
@@ -236,15 +242,17 @@ class FleetChanges:
         for key in added:
             self.held[key] = None
             yield StartReplica(key)
-        seconds = timeouts.SCALE_START_ATTEMPTS * max(self._replicas[key].start_seconds for key in added)
+        seconds = self._start_seconds(added)
         operation.deadline = self._turn.now + seconds
 
         def check(holds: Callable[[], bool]) -> bool:
             for key in added:
                 if error := self.failures.get(key):
                     raise error
-            if operation.deadline is not None and self._turn.now >= operation.deadline:
-                raise DeadlineExceeded(f"{_labels(self._unready(added))} did not start within {seconds:.0f} s")
+            if self._is_late(operation):
+                late = f"{_labels(self._unready(added))} did not start within {seconds:.0f} s"
+                obstacle = self._regrouping_obstacle() if self._loaded.issuperset(added) else None
+                raise DeadlineExceeded(late if obstacle is None else f"{late}: {obstacle}")
             return holds()
 
         def are_ready() -> bool:
@@ -272,20 +280,23 @@ class FleetChanges:
             return [key for key in added if key.rank not in group.ranks and key not in self._loaded]
 
         def may_join() -> bool:
-            return not unloaded() and self._may_regroup()
+            return not unloaded() and self._regrouping_obstacle() is None
+
+        def awaited() -> str:
+            return f"{_labels(unloaded())} must start" if unloaded() else self._regrouping_obstacle() or ""
 
         def have_joined() -> bool:
             return not self._unready(added) or not ranks.issubset(group.ranks)
 
         while self._unready(added):
-            yield Until(lambda: check(may_join), lambda: _starting_or_changing(unloaded()))
+            yield Until(lambda: check(may_join), awaited)
             operation.phase = "committing"
             yield Regroup(tuple(sorted(ranks.union(group.ranks))))
             yield Until(lambda: check(have_joined), lambda: f"{_labels(added)} must get experts")
 
-    def _hand_over(self, engines: Collection[EngineId]) -> Steps:
+    def _hand_over(self, operation: ScalingOperation, engines: Collection[EngineId], *, must_go: bool = False) -> Steps:
         """Have the other engines of the expert group take over the experts of engines that leave. The rendezvous has
-        the reason if they cannot."""
+        the reason if they cannot. If it takes too long, engines that must go do so with their experts."""
         group = self._rendezvous
         if group is None:
             return
@@ -295,20 +306,44 @@ class FleetChanges:
 
         if not leaving():
             return
-        yield Until(self._may_regroup, lambda: _starting_or_changing([]))
+        labels, wait = _labels(engines), timeouts.REGROUP_WAIT_SECONDS
+        operation.deadline = self._turn.now + wait
+
+        def may_begin() -> bool:
+            if (obstacle := self._regrouping_obstacle()) is None or not self._is_late(operation):
+                return obstacle is None
+            if not must_go:
+                raise DeadlineExceeded(f"{labels} could not hand over experts for {wait:.0f} s: {obstacle}")
+            return True
+
+        yield Until(may_begin, lambda: self._regrouping_obstacle() or "")
+        operation.deadline = None
+        if self._regrouping_obstacle() is not None:
+            return
         # One that has exited has no experts to give, and its replacement is not waited for.
         absent = [key.rank for key in engines if key not in self.held and not isinstance(self._replicas[key].state, Up)]
         staying = [rank for rank in group.ranks if rank not in absent]
+        self.is_regrouping = True
         yield Regroup(tuple(staying), tuple(rank for rank in leaving() if rank in staying))
-        yield Until(
-            lambda: group.is_settled or not leaving(), lambda: f"the experts of {_labels(engines)} must move to others"
-        )
+        seconds = self._start_seconds(engines)  # one of the others may be killed, and its replacement has to start
+        operation.deadline = self._turn.now + seconds
+
+        def have_moved() -> bool:
+            if group.is_settled or not leaving():
+                return True
+            if self._is_late(operation) and not must_go:
+                raise DeadlineExceeded(f"the experts of {labels} did not move to others within {seconds:.0f} s")
+            return self._is_late(operation)
+
+        yield Until(have_moved, lambda: f"the experts of {labels} must move to others")
+        operation.deadline = None
 
     def _leave_group(self, engines: Collection[EngineId]) -> Steps:
         """Have the expert group formed without these engines. Experts that only they have are read by the others."""
         ranks = {key.rank for key in engines}
         if (group := self._rendezvous) is not None and ranks.intersection(group.ranks):
             yield Regroup(tuple(rank for rank in group.ranks if rank not in ranks))
+        self.is_regrouping = False
 
     def drain(self, operation: ScalingOperation, engines: Collection[EngineId], seconds: float) -> Steps:
         """Have engines finish their requests, for at most `seconds`."""
@@ -340,7 +375,10 @@ class FleetChanges:
 
         return Until(are_gone, lambda: f"{_labels(remaining())} must exit")
 
-    def _until_up(self, keys: Collection[MemberId]) -> Until:
+    def _until_up(self, operation: ScalingOperation, keys: Collection[MemberId]) -> Until:
+        seconds = self._start_seconds(keys)
+        operation.deadline = self._turn.now + seconds if keys else None
+
         def missing() -> list[MemberId]:
             return [key for key in keys if key in self._replicas and not self._replicas[key].is_settled]
 
@@ -348,9 +386,20 @@ class FleetChanges:
             for key in keys:
                 if key in self._replicas and self._replicas[key].expected is None:
                     raise EngineFailed(f"{key.label} was added and is given up: the log has the cause")
+            if missing() and self._is_late(operation):
+                raise DeadlineExceeded(f"{_labels(missing())} did not start within {seconds:.0f} s")
             return not missing()
 
         return Until(are_up, lambda: f"{_labels(missing())} must start")
+
+    def _start_seconds(self, keys: Collection[MemberId]) -> float:
+        """Return the time that members have to start."""
+        longest = max((self._replicas[key].start_seconds for key in keys if key in self._replicas), default=0.0)
+        return timeouts.SCALE_START_ATTEMPTS * longest
+
+    def _is_late(self, operation: ScalingOperation) -> bool:
+        """Whether the operation may not wait longer for what it waits for."""
+        return operation.deadline is not None and self._turn.now >= operation.deadline
 
     def _unready(self, engines: Collection[EngineId]) -> list[EngineId]:
         return [key for key in engines if self.held.get(key) is None]
@@ -422,14 +471,6 @@ class FleetChanges:
                     f"{request.num_api_servers} API servers were asked for: at least one must stay",
                     param="num_api_servers",
                 )
-
-
-def _starting_or_changing(starting: Collection[EngineId]) -> str:
-    return (
-        f"{_labels(starting)} must start"
-        if starting
-        else "control calls and weight updates must end, and memory must be awake"
-    )
 
 
 def _labels(members: Collection[MemberId]) -> str:

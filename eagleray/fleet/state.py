@@ -135,7 +135,7 @@ class FleetState:
             instance=instance,
             shortage=shortage,
             rendezvous=rendezvous,
-            may_regroup=lambda: self._control.may_regroup,
+            regrouping_obstacle=lambda: self._control.regrouping_obstacle,
         )
         self._experts: ExpertEpochs | None = None
         """None if engines do not share experts."""
@@ -318,7 +318,7 @@ class FleetState:
                 self._replace(*self._to_replace.pop(0))
             elif (step := self._scaling.next_step()) is not None:
                 self._take(step)
-            else:
+            elif self._experts is None or not self._experts.review():
                 break
         self._upgrades.keep_weights()
 

@@ -35,6 +35,10 @@ STEADY_SECONDS = 10.0
 SCALE_START_ATTEMPTS = 2
 """Starts for which an operation waits for an engine that it has added, before it is rolled back."""
 
+REGROUP_WAIT_SECONDS = 600.0
+"""Time for which an operation that changes an expert group waits for control calls and weight updates to end, and for
+memory to wake up, before it fails."""
+
 SURGE_PLACEMENT_SECONDS = 10.0
 """Time for which an engine that runs while others are restarted waits for resources of Ray. Without it the restart goes
 on as well, so it does not wait for nodes that a cluster may get."""

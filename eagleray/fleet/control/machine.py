@@ -102,11 +102,21 @@ class Control:
         return self.state.open_update is not None or is_connected
 
     @property
-    def may_regroup(self) -> bool:
-        """Whether engines may exchange experts: no command of a call is executed, no weights change, and no memory
-        sleeps. A call may wait for engines that start, which wait for the exchange."""
-        is_executing = self._current is not None and bool(self._current.awaited)
-        return not is_executing and not self.weights_are_changing and not self.state.asleep
+    def regrouping_obstacle(self) -> str | None:
+        """What must happen before engines may exchange experts; None if they may: no command of a call is executed, no
+        weights change, and no memory sleeps. A call may wait for engines that start, which wait for the exchange."""
+        if (current := self._current) is not None and current.awaited:
+            return f"{current.name} (operation {current.operation_id}) must end"
+        if self.state.open_update is not None:
+            return f"weight update {self.state.open_update} must be finished or aborted"
+        if self.weights_are_changing:
+            return "the trainer must call shutdown_weight_transfer_engine"
+        return f"{', '.join(self.state.asleep)} must wake up (wake_up)" if self.state.asleep else None
+
+    @property
+    def is_regrouping(self) -> bool:
+        """Whether calls wait for engines that exchange experts."""
+        return self._is_regrouping
 
     # Events.
 
@@ -249,13 +259,13 @@ class Control:
         """Answer the callers and end the operations whose deadlines have passed."""
         self._instance.now = now
         if (current := self._current) and now >= current.deadline:
-            reason = current.reason(current, now)
+            reason = self._reason(current)
             self._throw(DeadlineExceeded(f"{current.name}: time limit reached: {reason}"))
             self._replace_refusing()
         for operation in self._operations:
             for caller in [caller for caller in operation.callers if now >= caller.deadline]:
                 operation.callers.remove(caller)
-                reason = operation.reason(self._current, now)
+                reason = self._reason(operation)
                 self._answer(caller, DeadlineExceeded(f"{operation.name}: time limit reached: {reason}"))
         self._queue = [operation for operation in self._queue if now < operation.deadline]
         for record in list(self._instance.engines.values()):
@@ -333,6 +343,12 @@ class Control:
         if isinstance(request, Pause) and self._operations and self._operations[-1].request == request:
             return self._operations[-1]
         return None
+
+    def _reason(self, operation: ControlOperation) -> str:
+        """Return the reason why an operation has not ended."""
+        if self._is_regrouping and not operation.awaited:
+            return "it waits for engines that exchange experts (GET /scale has the status)"
+        return operation.reason(self._current, self._instance.now)
 
     def _describe_current(self) -> Answer | None:
         return None if self._current is None else self._current.describe(self._instance.now, len(self._queue))

@@ -263,6 +263,50 @@ def test_scale_expert_group_waits_for_calls_and_they_for_it():
     assert (it.outcome(resume)["status"], it.outcome(call)["phase"]) == ("resumed", "completed")
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_scale_expert_group_calls_wait_between_the_epochs_of_a_removal(is_lost):
+    it, call = scaling(Scale(remove_ranks=(0,), drain_timeout=30.0), num_engines=3)
+    run_until(it, lambda: it.state._experts._rendezvous.epoch == 2 and it.state._experts._rendezvous.is_settled)
+    pause = it.send_call(OBSERVER, Pause(mode="keep"), "pause", 600.0)
+    if is_lost:
+        it.end(E[0], CAUSES["signal"])
+    run_until(it, lambda: it.state._experts._rendezvous.epoch == 3)
+    assert it.state._experts._rendezvous.ranks == [1, 2]
+    while not it.state._experts._rendezvous.is_settled:
+        assert not any(it.commands.values()), "engines have experts to exchange"
+        run_until(it, lambda: it._do_something() or True)
+    it.settle()
+    it.check_settled()
+    assert (it.outcome(pause)["status"], it.outcome(call)["phase"]) == ("paused", "completed")
+
+
+def test_scale_expert_group_removal_does_not_wait_for_ever_for_a_call():
+    it, _ = scaling(Scale(num_engines=2))
+    it.settle()
+    pause = it.send_call(OBSERVER, Pause(mode="keep"), "pause", 10_000.0)
+    call = it.send_call(OBSERVER, Scale(num_engines=1), "scale down", 10_000.0)
+    status = it.outcome(it.send_call(OBSERVER, GetScaling(), None, 1.0))
+    assert status["waiting_for"] == "pause (operation pause) must end"
+    it.pass_time(timeouts.REGROUP_WAIT_SECONDS)
+    assert "could not hand over experts for 600 s: pause (operation pause) must end" in str(it.outcome(call))
+    it.settle()
+    it.check_settled()
+    assert (it.outcome(pause)["status"], it.up_ranks()) == ("paused", [0, 1])
+
+
+def test_scale_expert_group_experts_do_not_move_in_time_engines_stay():
+    it, call = scaling(Scale(num_engines=1), startup_timeout=10.0)
+    pause = it.send_call(OBSERVER, Pause(mode="keep"), "pause", 5.0)
+    it.pass_time(5.0)
+    assert "it waits for engines that exchange experts" in str(it.outcome(pause))
+    it.pass_time(timeouts.SCALE_START_ATTEMPTS * (10.0 + timeouts.START_MARGIN_SECONDS))
+    it.settle()
+    it.check_settled()
+    assert "the experts of engine-1 did not move to others within 50 s" in str(it.outcome(call))
+    assert it.up_ranks() == [0, 1]
+    assert epochs(it)[-1] == ([0, 1], [])
+
+
 def test_scale_expert_group_refusals_have_a_sentence():
     it = Machine.serving(enable_expert_parallel=True)
     assert "start with `data_parallel_size` 2 or more" in it.answer(it.call(Scale(num_engines=2))).message
