@@ -56,6 +56,7 @@ class EngineKeywords(TypedDict, total=False):
     max_num_seqs: int | str | None
     max_num_batched_tokens: int | str | None
     scheduling_policy: Literal["fcfs", "priority"] | str | None
+    speculative_config: dict[str, Any] | str | None
     executor: Literal["auto", "in-process", "processes", "ray", "ray-graph"] | str | None
     device: Literal["auto", "cpu", "cuda"] | str | None
     attention_backend: Literal["auto", "triton", "fa3", "torch"] | str | None
@@ -337,7 +338,6 @@ class LLMKeywords(EngineKeywords, total=False):
     spec_model: Any
     spec_tokens: Any
     specialize_active_lora: bool | None
-    speculative_config: Any
     sse_keep_alive_interval: Any
     structured_outputs_config: Any
     swa_bounded_replay: bool | None

@@ -109,6 +109,14 @@ def auxiliary_outputs(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entries[name] for name in ("enable_return_routed_experts",) if name in entries}
 
 
+def speculation(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option that flags for single fields of `speculative_config` stand for."""
+    if "speculative_config" in given:
+        raise ValueError("it is a field of `speculative_config`, which is given too: put it there")
+    names = {"spec_method": "method", "spec_tokens": "num_speculative_tokens"}
+    return {"speculative_config": {field: given[name] for name, field in names.items() if name in given}}
+
+
 def only(word: str) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]]:
     """Return the expansion of an option that has one supported value, and where none does not mean "off"."""
 

@@ -82,6 +82,14 @@ def option_that_needs_ray(config: Config) -> str | None:
     return next(iter(_ray_options(config.ray)), None)
 
 
+def option_that_needs_invariance(config: Config) -> str | None:
+    """Return the name of an option by which a request's numbers must not depend on the other tokens of a step; None
+    without one."""
+    if config.model.deterministic:
+        return "deterministic"
+    return "speculative_config" if config.scheduling.speculative_config else None
+
+
 def is_asynchronous(config: Config, executor: ExecutorName, device: str) -> bool:
     """Whether the next step is planned and sent while the current one runs. `device`: `cpu` or `cuda`."""
     if executor == "in-process" and device == "cpu":
@@ -188,8 +196,8 @@ def check_experts(config: Config) -> None:
         _check_all_engines_here(config)
         _check_group_executor(config)
         _check_staged_updates(config)
-    if config.model.deterministic:
-        _check_ordered_sums(config)
+    if (option := option_that_needs_invariance(config)) is not None:
+        _check_ordered_sums(config, option)
 
 
 def check_executor(config: Config) -> None:
@@ -385,18 +393,18 @@ def _check_group_executor(config: Config) -> None:
         )
 
 
-def _check_ordered_sums(config: Config) -> None:
-    """Refuse `deterministic` where the order of a sum over ranks may vary."""
+def _check_ordered_sums(config: Config, option: str) -> None:
+    """Refuse an option that needs batch invariance where the order of a sum over ranks may vary."""
     if not config.parallel.enable_expert_parallel or expert_dispatch(config) == "all-to-all":
         return
     if expert_engines(config) > 1:
         raise ConfigError(
-            f"option `deterministic`: with expert_dispatch {expert_dispatch(config)}, sums over experts depend on how "
+            f"option `{option}`: with expert_dispatch {expert_dispatch(config)}, sums over experts depend on how "
             "many engines share them: take all-to-all"
         )
     if config.parallel.enable_eplb:
         raise ConfigError(
-            f"option `deterministic`: with expert_dispatch {expert_dispatch(config)}, sums over experts depend on "
+            f"option `{option}`: with expert_dispatch {expert_dispatch(config)}, sums over experts depend on "
             "where the experts are, which `enable_eplb` changes: take all-to-all, or drop it"
         )
 

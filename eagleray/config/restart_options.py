@@ -19,7 +19,7 @@ from eagleray.errors import ConfigError, InvalidRequest, UnsupportedParameter
 CHANGEABLE = (
     *("model", "revision"),
     *("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization", "enable_prefix_caching"),
-    *("max_num_seqs", "max_num_batched_tokens"),
+    *("max_num_seqs", "max_num_batched_tokens", "speculative_config"),
     *("attention_backend", "num_threads", "async_scheduling"),
     "watchdog_timeout",
     "log_level",

@@ -286,6 +286,14 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Literal["fcfs", "priority"],
         Meta(description="fcfs: first come, first served. priority: lower `priority` of a request first."),
     ] = "fcfs"
+    speculative_config: Annotated[
+        dict[str, Any],
+        Meta(
+            description='Drafts of tokens that a step checks together, as JSON: {"method": "ngram", '
+            '"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}. Tokens and '
+            "log-probabilities are the same with and without. See docs/speculation.md."
+        ),
+    ] = {}
 
 
 class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

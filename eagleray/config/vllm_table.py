@@ -166,7 +166,7 @@ NO_EFFECT = {
     ),
     "no metric is hidden": "show_hidden_metrics_for_version",
     "it belongs to `kv_cache_metrics`, which is not there": "kv_cache_metrics_sample",
-    "it belongs to `speculative_config`, which is not there": "per_request_spec_decode_metrics",
+    "drafts are counted for each engine, not for each request": "per_request_spec_decode_metrics",
     "requests are logged only if `enable_log_requests` is given": "disable_log_requests",
     "outputs are logged whole, at their end": "enable_log_deltas",
     "there are no models of Cohere": "cohere_is_reasoning_model cohere_format",
@@ -233,9 +233,7 @@ REFUSED = {
     "not supported: adapters have a matrix of its own for each expert": (
         "enable_mixed_moe_lora_format enable_moe_shared_loras"
     ),
-    "not supported yet: each step computes one token of each request": (
-        "speculative_config spec_method spec_model spec_tokens"
-    ),
+    "not supported yet: `speculative_config` drafts from the tokens of requests, without a model": "spec_model",
     "not supported: /metrics lists the metrics that there are": (
         "kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details"
         " enable_layerwise_nvtx_tracing enable_per_request_metrics"
@@ -271,6 +269,8 @@ ALIASES: dict[str, Fate] = {
     "aux_output_config": Expansion(values.auxiliary_outputs, ("enable_return_routed_experts",)),
     "anthropic_disabled_thinking_effort": Expansion(values.only("auto"), ()),
     "fingerprint_mode": Expansion(values.only("full"), ()),
+    "spec_method": Expansion(values.speculation, ("speculative_config",)),
+    "spec_tokens": Expansion(values.speculation, ("speculative_config",)),
     "logging_config": Expansion(values.logging, ("log_level", "log_format", "log_config_file")),
 }
 

@@ -4,6 +4,7 @@ sockets nor torch.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,10 +35,11 @@ prompt is not taken for a hang."""
 
 
 class AwaitedStep(NamedTuple):
-    """A step that the engine waits for, and its time limit in seconds."""
+    """A step that the engine waits for, its time limit in seconds, and the monotonic time at which it was sent."""
 
     plan: StepPlan
     seconds: float
+    sent_at: float = 0.0
 
 
 class Pipeline:
@@ -53,6 +55,9 @@ class Pipeline:
         self._watchdog_timeout = watchdog_timeout
         self._least_tokens = least_tokens
         self._steps: deque[tuple[AwaitedStep, PendingStep]] = deque()
+        self._done_at = 0.0
+        self.step_seconds = 0.0
+        """Time of the last step whose result was received: since it was sent, or since the result before it."""
         self.awaited: AwaitedStep | None = None
         """Step that the engine's thread waits for right now; the watchdog reads it from another thread."""
 
@@ -70,7 +75,7 @@ class Pipeline:
 
     def send(self, plan: StepPlan) -> None:
         """Send a step to the workers. A worker in this process computes it here."""
-        self.awaited = step = AwaitedStep(plan, self._seconds(plan))
+        self.awaited = step = AwaitedStep(plan, self._seconds(plan), time.monotonic())
         try:
             self._steps.append((step, self._executor.step(plan, seconds=step.seconds)))
         finally:
@@ -79,10 +84,13 @@ class Pipeline:
     def oldest(self) -> StepResult:
         """Wait for the result of the step that was sent first. Raises as `PendingStep.result` does."""
         self.awaited, pending = self._steps.popleft()
+        started_at = max(self.awaited.sent_at, self._done_at)
         try:
             return pending.result()
         finally:
             self.awaited = None
+            self._done_at = time.monotonic()
+            self.step_seconds = self._done_at - started_at
 
     def drop(self) -> None:
         """Stop waiting for the steps in flight."""
@@ -163,7 +171,7 @@ class EngineCore:
         result = self._pipeline.oldest()
         if self.waves is not None:
             self.waves.on_result(any_engine_busy=result.any_engine_busy)
-        return self.scheduler.apply(result)
+        return self.scheduler.apply(result, seconds=self._pipeline.step_seconds)
 
     def drop_steps(self) -> None:
         """Drop the steps in flight, which will never complete; they are planned anew in a wave of the next group."""
@@ -179,7 +187,9 @@ class EngineCore:
         return join_loads(loads, tp_size=self.executor.topology.tensor_parallel_size)
 
     def _plan(self) -> StepPlan | None:
-        """Plan the next step, if there is one. During a wave there always is."""
+        """Plan the next step, if there is one and it need not wait for tokens. During a wave there always is one."""
+        if self.scheduler.waits_for_tokens:
+            return None
         if self.waves is None:
             return self.scheduler.plan()
         if not self.waves.may_send:

@@ -10,6 +10,7 @@ import msgspec
 
 from eagleray.config.resolve import cache_bytes, expert_engines, steps_in_flight
 from eagleray.config.sections import Config
+from eagleray.config.speculation import speculation
 from eagleray.engine.core import EngineCore
 from eagleray.engine.waves import Waves
 from eagleray.errors import ConfigError
@@ -32,6 +33,7 @@ from eagleray.messages.steps import (
 )
 from eagleray.messages.workers import EngineOpened, GroupOpened
 from eagleray.scheduler.scheduler import Scheduler
+from eagleray.scheduler.speculation import Drafter
 
 logger = get_logger(__name__)
 
@@ -79,6 +81,9 @@ def start_engine(
         what = f"{len(pooling.labels)} labels" if pooling.labels else "embeddings"
         logger.info("a pooling model: %s, pooling %s, activation %s", what, pooling.method, pooling.activation)
     model = loaded[0]
+    drafts = speculation(config.scheduling.speculative_config)
+    if drafts is not None and pooling is not None:
+        raise ConfigError("option `speculative_config`: a pooling model generates no tokens; leave the option out")
     budget = config.scheduling.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device]
     num_blocks = config.cache.num_kv_blocks
     if num_blocks is None:
@@ -123,6 +128,7 @@ def start_engine(
         routing=routing,
         num_adapter_slots=config.lora.num_slots,
         pools=pooling is not None,
+        drafter=None if drafts is None else Drafter(drafts),
     )
     info = EngineInfo(
         architecture=model.architecture,

@@ -119,6 +119,14 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests with a grammar."""
     num_grammar_hits: int = 0
     """Requests whose grammar was compiled when they came."""
+    num_drafts: int = 0
+    """Drafts that steps have checked, one for each row of a step that had some."""
+    num_draft_tokens: int = 0
+    """Tokens of these drafts."""
+    num_accepted_tokens: int = 0
+    """Tokens of drafts that were generated."""
+    accepted_by_position: list[int] = []
+    """The same by their position in the draft. Empty without speculation."""
     num_constrained: int = 0
     """Number of the running requests that have a grammar."""
     update: int = 0

@@ -1,8 +1,9 @@
 """Calls of an engine to its workers, and their replies.
 
 A worker keeps a table of rows, one for each running request. A plan says which rows compute how many of their tokens.
-The plan never carries a sampled token: the worker that sampled a token already has it in the row. So the plan of the
-next step does not depend on the result of this one.
+The plan carries no sampled token: the worker that sampled a token already has it in the row. So the plan of the next
+step does not depend on the result of this one. A row with drafts is the exception. It takes part in no further step
+until the scheduler knows how many of them were accepted, and the plan of that step has its tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One step: a worker applies `freed_rows`, then `new_rows`, then `new_blocks`, then computes the tokens of `rows`.
 
     A row whose last known token is computed samples the next one, which becomes known; with a pooling model, its vector
-    is reported. Every row named by `freed_rows`, `new_rows` or `new_blocks` is in a valid state afterwards; `rows` has
+    is reported. A row with drafts computes these behind its last known token, and samples one token after the other
+    until one differs from the draft; none of them becomes known before a later plan has them in `settled_rows`. Every
+    row named by `freed_rows`, `new_rows` or `new_blocks` is in a valid state afterwards; `rows` has
     no duplicates, and is empty only in an engine that steps together with others.
     """
 
@@ -65,7 +68,12 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Pairs (row, block ids to append to its block table)."""
     rows: list[int]
     num_tokens: list[int]
-    """Number of its next tokens that each of `rows` computes; at least 1."""
+    """Number of its next tokens that each of `rows` computes, drafts included; at least 1."""
+    drafts: dict[int, list[int]] = {}
+    """Drafted tokens by row, at least one each, for rows whose last known token is computed."""
+    settled_rows: list[tuple[int, list[int]]] = []
+    """Pairs (row, token ids) for those of `rows` whose last step had drafts: the tokens that it sampled. All but the
+    last one are in the cache."""
     capture_rows: list[int] = []
     """Subset of `rows`, in the same order, whose routed experts are reported."""
     is_idle: bool = False
@@ -101,6 +109,10 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sampled tokens, in the order of `rows`."""
     logprobs: dict[int, TokenLogprobs] = {}
     """Log-probabilities by row, for the rows that asked for them."""
+    checked_token_ids: dict[int, list[int]] = {}
+    """Tokens that rows with drafts sampled after their first, by row. Each token but the last equals the draft."""
+    checked_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """Log-probabilities of these tokens by row, for the rows that asked for them."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """Log-probabilities of the prompt positions computed in this step, by row, for the rows that asked for them."""
     pooled: dict[int, Array] = {}

@@ -46,6 +46,13 @@ COUNTERS: list[Reading] = [
     ),
     ("prompt_tokens_cached", "Prompt tokens that were not computed.", lambda stats: stats.num_prefix_hits),
     ("generation_tokens", "Tokens generated.", lambda stats: stats.num_generation_tokens),
+    ("spec_decode_num_drafts", "Drafts that were checked, one for each request of a step.", lambda s: s.num_drafts),
+    ("spec_decode_num_draft_tokens", "Drafted tokens that were checked.", lambda stats: stats.num_draft_tokens),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Drafted tokens that were generated.",
+        lambda stats: stats.num_accepted_tokens,
+    ),
     ("engine_steps", "Steps of the engine.", lambda stats: stats.num_steps),
     ("engine_restarts", "How often the engine was started again.", lambda stats: stats.engine.incarnation),
 ]
@@ -143,6 +150,7 @@ class EngineCollector(Collector):
                 for part, read in reads.items():
                     family.add_metric((self._model_name, rank, part), read(stats))
             yield family
+        yield _accepted_by_position(self._model_name, engines)
         yield from self._histograms(engines)
         yield self._sleep_state(engines)
         if self._max_loras is not None:
@@ -184,6 +192,18 @@ class EngineCollector(Collector):
         for rank, stats in engines.items():
             family.add_metric((self._model_name, rank, str(stats.num_kv_blocks), str(info.block_size)), 1)
         return family
+
+
+def _accepted_by_position(model_name: str, engines: Mapping[str, EngineStats]) -> Metric:
+    family = CounterMetricFamily(
+        "eagleray:spec_decode_num_accepted_tokens_per_pos",
+        "Drafted tokens that were generated, by their position in the draft, from 0.",
+        labels=(*LABELS, "position"),
+    )
+    for rank, stats in engines.items():
+        for position, count in enumerate(stats.accepted_by_position):
+            family.add_metric((model_name, rank, str(position)), count)
+    return family
 
 
 def _adapters(engines: Iterable[EngineStats], max_loras: int) -> Metric:

@@ -44,6 +44,10 @@ SHARED_NAMES = frozenset(
         "request_params_max_tokens",
         "request_num_preemptions",
         "iteration_tokens_total",
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
         "cache_config_info",
     }
 )

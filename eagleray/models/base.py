@@ -362,12 +362,12 @@ class Model(ABC):
             raise KernelUnavailable(f"a kernel failed with {type(error).__name__}: {error}") from error
 
     @torch.inference_mode()
-    def step_bytes(self, limits: PassLimits, block_size: int) -> int:
+    def step_bytes(self, limits: PassLimits, block_size: int, *, num_drafts: int = 0) -> int:
         """Return an upper estimate of the memory that steps within `limits` take beside weights and cache.
 
         On top of the pass itself: hidden states that the next stage has not received yet; the tokens that engines send
         each other for their experts, which may all reach one rank, with an output for each of their experts; and a few
-        copies of float32 logits for each row, where they are gathered.
+        copies of float32 logits for each row and each of `num_drafts` drafted tokens, where they are gathered.
         """
         spec, groups, mesh = self.spec, self.groups, self.groups.mesh
         shape = self.cache_shape(block_size)
@@ -383,7 +383,7 @@ class Model(ABC):
             per_token += num_engines * spec.hidden_size * (2 * self.dtype.itemsize + (2 + spec.moe.top_k) * 4)
         num_logits = spec.vocab_size if groups.is_sampling else spec.vocab_size // mesh.tp_size
         num_logits = spec.hidden_size if spec.pools else num_logits  # the vectors of a step
-        of_logits = limits.num_rows * num_logits * 4 * LOGIT_COPIES if mesh.is_last_stage else 0
+        of_logits = (limits.num_rows + num_drafts) * num_logits * 4 * LOGIT_COPIES if mesh.is_last_stage else 0
         return of_pass + limits.num_tokens * per_token + of_logits
 
     @torch.inference_mode()

@@ -73,7 +73,7 @@ def load_model(
     seed: int | None,
     on_progress: Callable[[int, int], None] | None,
     groups: Groups = SINGLE_WORKER,
-    deterministic: bool = False,
+    invariant_for: str | None = None,
     experts: ExpertOptions = NO_OPTIONS,
     total_memory: int | None = None,
     wait_for_memory: Callable[[int], None] | None = None,
@@ -85,14 +85,15 @@ def load_model(
     """Load the model of a checkpoint directory, or this rank's part of it by `groups`, ready to compute.
 
     `config`: fields of config.json, if they are not those of the directory.
-    `dtype`, `load_format`, `deterministic` and `quantization` are those of `config.ModelConfig`, `kv_cache_dtype` is
-    that of `config.CacheConfig`, `attention_backend` that of `config.ExecutionConfig`; `seed` is for dummy weights.
+    `dtype`, `load_format` and `quantization` are those of `config.ModelConfig`, `kv_cache_dtype` is that of
+    `config.CacheConfig`, `attention_backend` that of `config.ExecutionConfig`; `seed` is for dummy weights.
+    `invariant_for`: the option that needs a request's numbers not to depend on the other tokens of its batch.
     `on_progress` is called with the bytes read and the total bytes of this rank's part. `total_memory`: the bytes of
     the device's memory; `wait_for_memory` is called with the bytes of this rank's weights before they are loaded.
     `pooling`: what the model pools; None: it generates.
 
-    Raises `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit into the memory, cannot
-    be `deterministic`, or cannot have such weights or such a cache on this device.
+    Raises `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit into the memory, is not
+    batch-invariant although it must be, or cannot have such weights or such a cache on this device.
     """
     config = config or ConfigFile.read(directory)
     family = find_family(config)
@@ -124,8 +125,8 @@ def load_model(
         needed = _check_memory(config, spec, kind, groups, total_memory, kept, can_quantize=can_quantize)
         if wait_for_memory is not None:
             wait_for_memory(needed)
-    if deterministic:
-        _check_batch_invariant(spec, kernels, kind, device, groups)
+    if invariant_for is not None:
+        _check_batch_invariant(invariant_for, spec, kernels, kind, device, groups)
         _check_pooling_invariant(pooling)
     rules = WeightRules(
         dtype=kind,
@@ -330,18 +331,18 @@ def _check_pooling_invariant(pooling: PoolingSpec | None) -> None:
 
 
 def _check_batch_invariant(
-    spec: ModelSpec, kernels: KernelBackend, dtype: torch.dtype, device: torch.device, groups: Groups
+    option: str, spec: ModelSpec, kernels: KernelBackend, dtype: torch.dtype, device: torch.device, groups: Groups
 ) -> None:
     """Raise `ConfigError` if a request's numbers could depend on the other requests of its batch."""
     if spec.mla is not None:
-        raise ConfigError(f"option `deterministic`: the attention of {spec.architecture} cannot promise it; drop it")
+        raise ConfigError(f"option `{option}`: the attention of {spec.architecture} is not batch-invariant; drop it")
     if not kernels.is_batch_invariant:
         raise ConfigError(
-            f"option `deterministic`: the kernels for {_name(dtype)} on {device.type} cannot "
-            "promise it; take bfloat16 or float32 on a CPU, with a C++ compiler"
+            f"option `{option}`: the kernels for {_name(dtype)} on {device.type} are not batch-invariant; "
+            "take bfloat16 or float32 on a CPU, with a C++ compiler"
         )
     if not groups.tp.is_ordered:
         raise ConfigError(
-            f"option `deterministic`: sums over {groups.tp.size} tensor-parallel ranks of several hosts are added up "
+            f"option `{option}`: sums over {groups.tp.size} tensor-parallel ranks of several hosts are added up "
             "in varying order; keep the ranks on one host, or take 2"
         )

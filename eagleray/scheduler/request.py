@@ -5,6 +5,7 @@ Owned by the scheduler, the only one that writes to it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from eagleray.messages.steps import NewRow
 from eagleray.scheduler.adapters import AdapterInSlot
 from eagleray.scheduler.admission import check_admission
 from eagleray.scheduler.blocks import root_hash
+from eagleray.scheduler.follower import Follower
 from eagleray.scheduler.timings import RequestTimes
 
 
@@ -74,6 +76,8 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache at the first admission; 0 again once reported to the client."""
     times: RequestTimes = field(default_factory=RequestTimes)
+    follower: Follower | None = None
+    """Prediction of the next tokens; None without speculation, and before the first step."""
     run: Run | None = None
 
     @property
@@ -95,15 +99,18 @@ class Request:
             num_tokens = min(num_tokens, self.prompt_logprobs_from - 1)
         return num_tokens
 
-    def append(self, token_id: int) -> Finish | None:
-        """Append a generated token. Returns a `Finish` if it was the last one."""
-        self.token_ids.append(token_id)
-        if len(self.token_ids) - self.num_prompt_tokens >= self.stopping.min_tokens:
-            if token_id in self.stopping.eos_token_ids:
-                return Finish(FinishReason.STOP)
-            if token_id in self.stopping.stop_token_ids:
-                return Finish(FinishReason.STOP, token_id)
-        return Finish(FinishReason.LENGTH) if len(self.token_ids) >= self.max_num_tokens else None
+    def find_finish(self, token_ids: Sequence[int]) -> tuple[int, Finish | None]:
+        """Return how many of the next generated tokens belong to the request, and a `Finish` if it ends with them."""
+        known, stopping = len(self.token_ids), self.stopping
+        for count, token_id in enumerate(token_ids, 1):
+            if known + count - self.num_prompt_tokens >= stopping.min_tokens:
+                if token_id in stopping.eos_token_ids:
+                    return count, Finish(FinishReason.STOP)
+                if token_id in stopping.stop_token_ids:
+                    return count, Finish(FinishReason.STOP, token_id)
+            if known + count >= self.max_num_tokens:
+                return count, Finish(FinishReason.LENGTH)
+        return len(token_ids), None
 
     def set_update(self, update: int, num_loads: int) -> None:
         """Look up and register only blocks that were computed with the weights of this update and load."""
@@ -147,6 +154,10 @@ class Run:
     """Number of tokens that planned steps sample and whose ids only the worker knows so far."""
     last_step: int = -1
     """Last planned step that computes tokens of this run."""
+    num_drafts: int = 0
+    """Number of drafted tokens in the step in flight that computes this run. No other step may compute it meanwhile."""
+    settled_token_ids: list[int] = field(default_factory=list)
+    """Tokens by a step with drafts that the workers do not know yet to be those of the row."""
 
     @property
     def is_current(self) -> bool:
@@ -175,14 +186,25 @@ class Run:
         self.num_placeholders += self.num_computed_tokens == self.num_known_tokens
         self.last_step = step
 
+    def settle(self, token_ids: list[int]) -> None:
+        """Note the tokens that the step in flight sampled, one for its placeholder and one for each accepted draft,
+        before they are appended to the request."""
+        self.num_placeholders -= 1
+        self.num_computed_tokens += len(token_ids) - 1
+        if self.num_drafts:
+            self.num_drafts = 0
+            self.settled_token_ids = token_ids
+
     def retreat(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` computed tokens, because all steps in flight are dropped."""
         self.num_computed_tokens -= num_tokens
         self.num_placeholders = 0
+        self.num_drafts = 0
         self.last_step = -1
 
     def new_row(self) -> NewRow:
         """Return the state that a worker needs to run this request in a row."""
+        self.settled_token_ids = []
         return NewRow(  # lists are copied: a worker in this process must not see ours change
             row=self.row,
             request_id=self.request.request_id,

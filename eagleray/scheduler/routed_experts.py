@@ -29,11 +29,12 @@ class RoutedExpertsStore:
         # zeros are not backed by memory until they are written
         self._by_slot = np.zeros(shape, routing.dtype)
 
-    def store(self, result: StepResult, runs: Mapping[Run, int]) -> list[bytes]:
+    def store(self, result: StepResult, runs: Mapping[Run, tuple[int, int]]) -> list[bytes]:
         """Store the experts that a step reports and return, for each run, the part that its request has not been sent.
 
         They count as sent; an ended run gets none. `runs`: the runs of the step in the order of its plan, with the
-        number of tokens that it computed of each.
+        number of tokens that it computed of each, and how many first ones of these are the request's: the others are
+        drafts that were not accepted.
         """
         experts = result.routed_experts
         reported = b"" if experts is None else experts.tobytes()
@@ -42,7 +43,7 @@ class RoutedExpertsStore:
             self._by_slot[result.routed_slots] = experts
         token_bytes, last = self._token_bytes, 0
         deltas: list[bytes] = []
-        for run, num_tokens in runs.items():
+        for run, (num_tokens, num_kept) in runs.items():
             request = run.request
             wanted_from = request.routed_experts_from
             if wanted_from is None:
@@ -50,7 +51,7 @@ class RoutedExpertsStore:
                 continue
             first, last = last, last + num_tokens * token_bytes
             start = run.num_reported_tokens
-            run.num_reported_tokens = end = start + num_tokens
+            run.num_reported_tokens = end = start + num_kept
             if wanted_from >= end or request.run is not run:
                 deltas.append(b"")
                 continue
@@ -58,7 +59,7 @@ class RoutedExpertsStore:
             if wanted_from < start:  # includes tokens found in the cache
                 deltas.append(self._by_slot[self._slots(run, wanted_from, end)].tobytes())
             else:
-                deltas.append(reported[first + (wanted_from - start) * token_bytes : last])
+                deltas.append(reported[first + (wanted_from - start) * token_bytes : first + num_kept * token_bytes])
         assert last == len(reported), f"the step reports {len(reported)} bytes of routed experts, not {last}"
         return deltas
 

@@ -73,14 +73,22 @@ class StepDraft:
 
     budget: int
     num_tokens: dict[Run, int] = field(default_factory=dict)
+    """Number of tokens of each run that the step computes, without drafts."""
+    drafts: dict[Run, list[int]] = field(default_factory=dict)
+    room_for_drafts: int = 0
+    """Number of drafted tokens for which all running requests leave room."""
     new_blocks: dict[Run, list[int]] = field(default_factory=dict)
     new_rows: dict[Run, NewRow] = field(default_factory=dict)
     is_short_of_blocks: bool = False
     """Whether a running request did not get its blocks or got them by a preemption; no request is admitted then."""
 
-    def add(self, run: Run, num_tokens: int) -> None:
+    def add(self, run: Run, num_tokens: int, drafted: list[int] | None = None) -> None:
         self.num_tokens[run] = num_tokens
         self.budget -= num_tokens
+        if drafted:
+            self.drafts[run] = drafted
+            self.budget -= len(drafted)
+            self.room_for_drafts -= len(drafted)
 
     def make_plan(self, step: int, freed_rows: list[int]) -> StepPlan:
         """Make the plan of the step with this number."""
@@ -90,15 +98,28 @@ class StepDraft:
             new_rows=list(self.new_rows.values()),
             new_blocks=[(run.row, added) for run, added in self.new_blocks.items()],
             rows=[run.row for run in self.num_tokens],
-            num_tokens=list(self.num_tokens.values()),
+            num_tokens=[count + len(self.drafts.get(run, ())) for run, count in self.num_tokens.items()],
+            drafts={run.row: drafted for run, drafted in self.drafts.items()},
+            settled_rows=self._pop_settled(),
             capture_rows=[run.row for run in self.num_tokens if run.request.routed_experts_from is not None],
         )
 
     def drop(self, run: Run) -> None:
         """Remove a run that ended before the step was sent."""
-        self.budget += self.num_tokens.pop(run, 0)
+        drafted = self.drafts.pop(run, [])
+        self.room_for_drafts += len(drafted)
+        self.budget += self.num_tokens.pop(run, 0) + len(drafted)
         self.new_blocks.pop(run, None)
         self.new_rows.pop(run, None)
+
+    def _pop_settled(self) -> list[tuple[int, list[int]]]:
+        """Return the tokens that the workers must know to compute the runs of the step, by row."""
+        settled = []
+        for run in self.num_tokens:
+            if run.settled_token_ids:
+                settled.append((run.row, run.settled_token_ids))
+                run.settled_token_ids = []
+        return settled
 
 
 @dataclass(slots=True)
@@ -109,6 +130,15 @@ class InFlightStep:
     weight_version: str
     """Version of the weights that compute it."""
     runs: dict[Run, int] = field(default_factory=dict)
-    """Runs of the step and the number of tokens that it computes of each."""
+    """Runs of the step and the number of tokens that it computes of each, without drafts."""
+    drafts: dict[Run, list[int]] = field(default_factory=dict)
+    only_decodes: bool = False
+    """Whether each run computes one token, beside drafts."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the step computes."""
+        return sum(self.runs.values()) + sum(map(len, self.drafts.values()))
+
     block_tables: list[list[int]] = field(default_factory=list)
     """Block tables of ended runs that this step still reads and writes; released when the step is applied."""

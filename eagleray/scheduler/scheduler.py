@@ -12,12 +12,13 @@ unless `preempt_all` takes them. Methods that change weights or the cache are ca
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Literal
 
 import msgspec
 
+from eagleray.config.speculation import MAX_DRAFT_TOKENS
 from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.identity import FIRST_WEIGHT_VERSION, ClientId
 from eagleray.messages.arrays import Array
@@ -34,8 +35,15 @@ from eagleray.scheduler.prepared_grammars import PreparedGrammars
 from eagleray.scheduler.request import AddressedChunk, Request, Run, new_request
 from eagleray.scheduler.routed_experts import RoutedExpertsStore
 from eagleray.scheduler.running import InFlightStep, RowTable, StepDraft
+from eagleray.scheduler.speculation import Drafter
 from eagleray.scheduler.timings import Counters, EngineHistograms
 from eagleray.scheduler.waiting import Backlog
+
+LEAST_GAIN_OF_WAITING = 0.1
+"""Tokens by drafts, in units of the rows, for which a step is not planned ahead of the one before."""
+
+LEAST_GAIN_OF_TURN = 0.5
+"""Tokens by a draft for which a run gives up its turn in the pipeline, until its last token is known."""
 
 
 class Scheduler:
@@ -43,7 +51,8 @@ class Scheduler:
 
     With pipeline stages, running requests take turns: each of the steps in flight computes different requests, so that
     every stage has work. If `routing` is given, requests may ask for the routed experts of the model. If `pools`, each
-    request finishes with the vector that the step of its last prompt token reports.
+    request finishes with the vector that the step of its last prompt token reports. With `drafter`, steps check
+    drafts of tokens.
 
     Raises `ConfigError` if the cache cannot hold one sequence of `max_model_len` tokens.
     """
@@ -63,6 +72,7 @@ class Scheduler:
         routing: RoutingInfo | None = None,
         num_adapter_slots: int = 0,
         pools: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
         if num_blocks * block_size < max_model_len:
             raise ConfigError(
@@ -98,6 +108,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._grammars = PreparedGrammars()
         self._early_chunks: list[AddressedChunk] = []
+        self._drafter = drafter
         self._counters = Counters()
         self._histograms = EngineHistograms()
 
@@ -129,6 +140,7 @@ class Scheduler:
             running_adapters=self.adapters.running,
             waiting_adapters=self.adapters.waiting,
             distributions=self._histograms.report(),
+            accepted_by_position=[] if self._drafter is None else list(self._drafter.num_accepted),
             **asdict(self._counters),
         )
 
@@ -284,6 +296,20 @@ class Scheduler:
 
     # One step.
 
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether the next step waits until a step in flight is applied, because more is gained by drafts, which need
+        its tokens, than by planning ahead."""
+        if self._drafter is None or self._num_stages > 1 or not any(flight.runs for flight in self._in_flight):
+            return False
+        gain, num_rows = 0.0, len(self._running)
+        for run in self._running:
+            if run.num_drafts:
+                gain += 1  # the next step would go without this run
+            elif run.num_placeholders and run.request.follower is not None:
+                gain += self._drafter.expected_gain(run.request.follower, num_rows)
+        return gain > LEAST_GAIN_OF_WAITING * num_rows
+
     def plan(self) -> StepPlan | None:
         """Plan the next step. Returns None if nothing can be computed before a step in flight is applied, or planning
         is stopped."""
@@ -312,20 +338,25 @@ class Scheduler:
         early_chunks, self._early_chunks = self._early_chunks, []
         return early_chunks
 
-    def apply(self, result: StepResult) -> list[AddressedChunk]:
-        """Apply the result of the oldest step in flight and return its chunks.
+    def apply(self, result: StepResult, *, seconds: float | None = None) -> list[AddressedChunk]:
+        """Apply the result of the oldest step in flight and return its chunks. `seconds`: time that the step took.
 
         Rows whose request finished or was preempted in the meantime are dropped.
         """
         flight = self._in_flight.popleft()
         assert flight.step == result.step, f"step {flight.step} is next to be applied, not {result.step}"
         self._counters.num_steps += 1
-        self._histograms.on_step(sum(flight.runs.values()))
+        self._histograms.on_step(flight.num_tokens)
         self._histograms.on_masks(result.mask_seconds)
-        tokens = dict(zip(result.rows, result.token_ids, strict=True))
+        if self._drafter is not None and seconds is not None and flight.only_decodes:
+            self._drafter.costs.add(flight.num_tokens, seconds)
+        sampled = {
+            row: [token_id, *result.checked_token_ids.get(row, ())]
+            for row, token_id in zip(result.rows, result.token_ids, strict=True)
+        }
         failures = {failure.row: failure for failure in result.failures}
         ended = set(result.ended)
-        deltas = [b""] * len(flight.runs) if self._routed is None else self._routed.store(result, flight.runs)
+        deltas = self._store_routed_experts(flight, sampled, result)
         outputs: list[AddressedChunk] = []
         for run, routed in zip(flight.runs, deltas, strict=True):
             if run.row in failures:
@@ -333,14 +364,16 @@ class Scheduler:
                 self._cache.invalidate(run.block_ids)
             if not run.is_current:
                 continue
+            if self._drafter is not None and run.row not in sampled:
+                self._index_prompt(run.request, self._drafter)
             if run.row in failures:
                 outputs.append(self._fail(run, failures[run.row], routed))
             elif run.row in ended:
                 outputs.append(self._end(run, result, routed))
             elif run.row in result.pooled:
                 outputs.append(self._deliver_pooled(run, result.pooled[run.row], flight.weight_version))
-            elif run.row in tokens or run.row in result.prompt_logprobs or routed:
-                outputs.append(self._deliver(run, tokens.get(run.row), result, routed, flight.weight_version))
+            elif run.row in sampled or run.row in result.prompt_logprobs or routed:
+                outputs.append(self._deliver(run, sampled.get(run.row, []), result, routed, flight.weight_version))
         self._release_ended_runs(flight)
         return outputs
 
@@ -369,17 +402,51 @@ class Scheduler:
 
     def _continue_running(self, draft: StepDraft) -> None:
         turn = -(-len(self._running) // self._num_stages)
+        if self._drafter is not None:
+            num_uncomputed = sum(run.num_uncomputed_tokens for run in self._running)
+            draft.room_for_drafts = min(MAX_DRAFT_TOKENS, draft.budget - num_uncomputed)
         for run in list(self._running):
             if len(draft.num_tokens) == turn:
                 break
-            if self._is_between_stages(run):
+            if run.num_drafts or self._is_between_stages(run) or self._is_worth_waiting_for(run):
                 continue
             num_tokens = min(run.num_uncomputed_tokens, draft.budget)
-            if num_tokens > 0 and run.is_current and self._reserve(run, num_tokens, draft):
-                draft.add(run, num_tokens)
+            if num_tokens > 0 and run.is_current:
+                drafted = self._draft_tokens(run, draft, turn)
+                if self._reserve(run, num_tokens, draft):
+                    draft.add(run, num_tokens, drafted)
         # The runs advance only now, because a later one may have preempted an earlier one.
         for run, num_tokens in draft.num_tokens.items():
+            run.num_drafts = len(draft.drafts.get(run, ()))
             self._advance(run, num_tokens)
+
+    def _is_worth_waiting_for(self, run: Run) -> bool:
+        """Whether a run waits for its token in the pipeline, which the step could compute without the scheduler knowing
+        it, because a draft behind it gains more than a turn."""
+        if self._drafter is None or self._num_stages == 1 or not run.num_placeholders or run.request.follower is None:
+            return False
+        return self._drafter.expected_gain(run.request.follower, len(self._running)) > LEAST_GAIN_OF_TURN
+
+    def _draft_tokens(self, run: Run, draft: StepDraft, num_rows: int) -> list[int]:
+        """Return the drafts to compute behind the last token of the run, for which there are blocks; none if that token
+        is not known, or not the only one to compute."""
+        request = run.request
+        if self._drafter is None or request.follower is None or run.num_placeholders or run.num_uncomputed_tokens != 1:
+            return []
+        # A step samples one token more than it accepts.
+        limit = min(
+            request.max_num_tokens - len(request.token_ids) - 1,
+            draft.room_for_drafts,
+        )
+        drafted = self._drafter.draft(request.follower, request.token_ids, limit=limit, num_rows=num_rows)
+        if not drafted:
+            return []
+        added = self._cache.extend(run, len(request.token_ids) + len(drafted))
+        if added is None:
+            return []
+        if added:
+            draft.new_blocks[run] = added
+        return drafted
 
     def _is_between_stages(self, run: Run) -> bool:
         """Whether the run's next token is being computed by a step in the pipeline. A further step of the run would
@@ -474,7 +541,11 @@ class Scheduler:
 
     def _make_plan(self, draft: StepDraft) -> StepPlan:
         plan = draft.make_plan(self._next_step, self._running.pop_freed_rows())
-        self._in_flight.append(InFlightStep(self._next_step, self._weight_version, draft.num_tokens))
+        only_decodes = len(draft.num_tokens) == sum(draft.num_tokens.values())
+        flight = InFlightStep(
+            self._next_step, self._weight_version, draft.num_tokens, drafts=draft.drafts, only_decodes=only_decodes
+        )
+        self._in_flight.append(flight)
         self._next_step += 1
         self._is_rewound = False
         return plan
@@ -488,31 +559,54 @@ class Scheduler:
 
     # Parts of apply().
 
+    def _store_routed_experts(
+        self, flight: InFlightStep, sampled: Mapping[int, list[int]], result: StepResult
+    ) -> list[bytes]:
+        """Store the routed experts of a step and return the part that is sent to each of its runs. Those of drafts that
+        were not accepted, or come after the last token of a request, are not a part of it."""
+        if self._routed is None:
+            return [b""] * len(flight.runs)
+        runs = {}
+        for run, num_tokens in flight.runs.items():
+            num_drafts, num_accepted = len(flight.drafts.get(run, ())), 0
+            if num_drafts and run.row in sampled:
+                num_accepted = run.request.find_finish(sampled[run.row])[0] - 1
+            runs[run] = (num_tokens + num_drafts, num_tokens + num_accepted)
+        return self._routed.store(result, runs)
+
     def _deliver(
-        self, run: Run, token_id: int | None, result: StepResult, routed: bytes, weight_version: str
+        self, run: Run, token_ids: list[int], result: StepResult, routed: bytes, weight_version: str
     ) -> AddressedChunk:
-        """Return the chunk for one request's part of a step result; the request may finish with it."""
+        """Return the chunk for one request's part of a step result; the request may finish with it. `token_ids`: those
+        that the step sampled, none while the prompt is being computed."""
         request = run.request
         prompt_logprobs = result.prompt_logprobs.get(run.row)
         if prompt_logprobs is not None:
             assert prompt_logprobs.start == request.prompt_logprobs_from, "prompt logprobs arrive once and in order"
             request.prompt_logprobs_from += len(prompt_logprobs.ranks)
-        if token_id is None:
+        if not token_ids:
             return request.make_chunk(prompt_logprobs=prompt_logprobs, routed_experts=routed)
-        self._counters.num_generation_tokens += 1
-        run.num_placeholders -= 1
+        if run.num_drafts:
+            self._count_draft(run.num_drafts, num_accepted=len(token_ids) - 1)
+        run.settle(token_ids)
+        num_tokens, finish = request.find_finish(token_ids)
+        token_ids = token_ids[:num_tokens]
+        self._counters.num_generation_tokens += num_tokens
         new_version = None if weight_version == request.weight_version else weight_version
         request.weight_version = weight_version
-        finish = request.append(token_id)
+        self._predict(request, token_ids)
         is_first = request.times.first_token_at is None
         if is_first:
             self._histograms.on_first_token(request.times)
         self._cache.commit(run)
         if finish is not None:
             self._remove(request)
+        logprobs = []
+        if run.row in result.logprobs:
+            logprobs = [result.logprobs[run.row], *result.checked_logprobs.get(run.row, ())][:num_tokens]
         addressed = request.make_chunk(
-            token_ids=[token_id],
-            logprobs=[result.logprobs[run.row]] if run.row in result.logprobs else [],
+            token_ids=token_ids,
+            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             routed_experts=routed,
             weight_version=new_version,
@@ -523,6 +617,30 @@ class Scheduler:
             chunk = msgspec.structs.replace(addressed.chunk, **request.times.until_now())
             addressed = addressed._replace(chunk=chunk)
         return addressed
+
+    def _predict(self, request: Request, token_ids: list[int]) -> None:
+        """Append generated tokens to a request, and predict the next ones."""
+        if self._drafter is None:
+            request.token_ids += token_ids
+            return
+        if request.follower is None:
+            request.follower = self._drafter.begin(request)
+        for token_id in token_ids:
+            request.token_ids.append(token_id)
+            self._drafter.on_token(request.follower, request.token_ids)
+
+    def _index_prompt(self, request: Request, drafter: Drafter) -> None:
+        """Index a part of a prompt while it is being computed."""
+        if request.follower is None:
+            request.follower = drafter.begin(request)
+        drafter.index_tokens(request.follower, request.token_ids)
+
+    def _count_draft(self, num_drafted: int, *, num_accepted: int) -> None:
+        assert self._drafter is not None
+        self._drafter.on_checked(num_accepted)
+        self._counters.num_drafts += 1
+        self._counters.num_draft_tokens += num_drafted
+        self._counters.num_accepted_tokens += num_accepted
 
     def _deliver_pooled(self, run: Run, vector: Array, weight_version: str) -> AddressedChunk:
         """Finish a request with the vector of its prompt."""
@@ -576,6 +694,8 @@ class Scheduler:
         """Remove a request from the queue, the quarantine or its row."""
         del self._requests[request.client, request.request_id]
         self._histograms.on_ended(request.times)
+        if self._drafter is not None and request.follower is not None:
+            self._drafter.end(request.follower)
         if request.adapter is not None:
             self.adapters.release(request.adapter)
         self._waiting.on_finished(request, has_row=request.run is not None)

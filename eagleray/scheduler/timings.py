@@ -25,6 +25,9 @@ class Counters:
     num_prefix_hits: int = 0
     num_grammar_queries: int = 0
     num_grammar_hits: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -72,6 +72,17 @@ class InputBatch:
         self._num_blocks[row] = have + len(block_ids)
         self.num_used_blocks = max(self.num_used_blocks, 1 + max(block_ids, default=-1))
 
+    def put_drafts(self, row: int, token_ids: list[int]) -> None:
+        """Put drafted tokens behind the row's known ones, of which they do not become a part."""
+        known = self.num_tokens[row]
+        self.token_ids[row, known : known + len(token_ids)] = token_ids
+
+    def settle_drafts(self, row: int, token_ids: list[int]) -> None:
+        """Append the tokens that the row's last step sampled by its drafts. All but the last one are computed."""
+        self.put_drafts(row, token_ids)
+        self.num_tokens[row] += len(token_ids)
+        self.num_computed[row] = self.num_tokens[row] - 1
+
     def expect_tokens(self, rows: IntArray) -> ExpectedTokens:
         """Append a token that is not known yet to each of `rows` [n], without duplicates. `token_ids` holds -1 - row in
         its place: the number by which the device finds the last token that it has sampled for the row."""
@@ -106,6 +117,8 @@ class StepInputs:
     """[num_rows] Index behind the row's last token in the batch."""
     sampling_indices: IntArray
     """Indices into `rows` of the rows whose last known token is computed in this step."""
+    num_drafts: IntArray | None = None
+    """[num_rows] Number of drafts among the tokens of each row; None if no row has any."""
 
 
 def build_inputs(plan: StepPlan, rows: InputBatch, last_tokens: Tensor | None = None) -> StepInputs:
@@ -140,8 +153,12 @@ def build_inputs(plan: StepPlan, rows: InputBatch, last_tokens: Tensor | None = 
         last_tokens=last_tokens,
         adapters=AdapterGroups.of(rows.adapter_slots[token_rows]) if rows.has_adapters else None,
     )
-    sampling_indices = np.flatnonzero(seq_lens == rows.num_tokens[row_ids])
-    return StepInputs(batch, row_ids, counts, query_end_loc, sampling_indices)
+    num_known, num_drafts = seq_lens, None
+    if plan.drafts:
+        num_drafts = np.array([len(plan.drafts.get(row, ())) for row in row_ids.tolist()], dtype=np.int64)
+        num_known = seq_lens - num_drafts
+    sampling_indices = np.flatnonzero(num_known == rows.num_tokens[row_ids])
+    return StepInputs(batch, row_ids, counts, query_end_loc, sampling_indices, num_drafts)
 
 
 def token_indices_of(rows: Sequence[int], inputs: StepInputs) -> IntArray:

@@ -32,6 +32,7 @@ from eagleray.messages.outputs import PromptLogprobs
 from eagleray.messages.steps import StageRoutedExperts, StepPlan, StepResult
 from eagleray.models.base import Model
 from eagleray.worker.downloads import Download, DownloadQueue, HostArray
+from eagleray.worker.draft_check import Checked, DraftCheck
 from eagleray.worker.input_batch import (
     ExpectedTokens,
     InputBatch,
@@ -47,6 +48,7 @@ from eagleray.worker.sampler import Sampled, SamplingStep, TokenSampler
 from eagleray.worker.token_relay import TokenRelay
 
 NOTHING_SAMPLED = Sampled([], [], {}, [], [])
+NOTHING_CHECKED = Checked({}, {})
 
 
 @dataclass(slots=True)
@@ -57,6 +59,8 @@ class UnfinishedStep:
     any_engine_busy: bool = True
     sampled: Sampled = NOTHING_SAMPLED
     """The tokens, if the host knows them already."""
+    checked: Checked = NOTHING_CHECKED
+    """Further tokens of the rows that have drafts."""
     sampling: tuple[ExpectedTokens, SamplingStep] | None = None
     """The tokens, if the host does not know them yet."""
     prompts: dict[int, int] = field(default_factory=dict)
@@ -89,6 +93,8 @@ class _Samples:
     num_lines: int
     """Number of lines of the hidden states that predict a token, if these are not all; their indices are the last ones
     of the batch's `numbers`."""
+    drafts: DraftCheck | None = None
+    """The rows with drafts, whose tokens are not among `expected`; None without any."""
 
 
 class Runner:
@@ -166,9 +172,11 @@ class Runner:
             rows=sampled.rows,
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
+            checked_token_ids=step.checked.token_ids,
+            checked_logprobs=step.checked.logprobs,
             prompt_logprobs=prompts,
             pooled=pooled,
-            mask_seconds=sampled.mask_seconds,
+            mask_seconds=sampled.mask_seconds + step.checked.mask_seconds,
             ended=sampled.ended,
             failures=sampled.failures + failures,
             routed_experts=experts,
@@ -197,13 +205,15 @@ class Runner:
         if not self._model.begin_step(plan.is_idle, inputs.batch.num_tokens):
             step.any_engine_busy = False
             return step
-        samples = self._prepare_samples(inputs)
+        samples = self._prepare_samples(inputs, plan.drafts)
         hidden = self._model.forward(inputs.batch, self._cache)  # [num_tokens, hidden_size]
         experts = self._read_experts(step, inputs)
         prompts = self._score_prompts(step, inputs, hidden)
         if self._pooler is not None:
             prompts += self._pool(step, self._pooler, inputs, hidden)
         self._rows.num_computed[inputs.rows] += inputs.num_tokens
+        if inputs.num_drafts is not None:
+            self._rows.num_computed[inputs.rows] -= inputs.num_drafts
         if samples is not None:
             self._sample(step, samples, inputs, hidden)
         self._model.rebalance_if_due()
@@ -236,6 +246,10 @@ class Runner:
                     self._scored[new.row] = np.array(new.sampling.prompt_logprob_token_ids, dtype=np.int32)
         for row, block_ids in plan.new_blocks:
             self._rows.append_blocks(row, block_ids)
+        for row, token_ids in plan.settled_rows:
+            self._rows.settle_drafts(row, token_ids)
+        for row, token_ids in plan.drafts.items():
+            self._rows.put_drafts(row, token_ids)
 
     def _read_experts(self, step: UnfinishedStep, inputs: StepInputs) -> Array | Tensor | None:
         """Return the routed experts of the rows `capture_rows` of the plan, on the ranks that report them, and note the
@@ -253,20 +267,25 @@ class Runner:
         step.routed_slots = batch.slot_mapping[indices]
         return self._experts.read(indices, batch.num_tokens)
 
-    def _prepare_samples(self, inputs: StepInputs) -> _Samples | None:
+    def _prepare_samples(self, inputs: StepInputs, drafts_by_row: dict[int, list[int]]) -> _Samples | None:
         """Expect the next token of every row whose last token is computed in this step, on every rank, and send what
         its choice needs to the device together with the batch. Returns None if there is no such row."""
         if len(inputs.sampling_indices) == 0 or self._pooler is not None:
             return None
-        expected = self._rows.expect_tokens(inputs.rows[inputs.sampling_indices])
-        num_samples, lines = len(expected.rows), None
-        if num_samples < inputs.batch.num_tokens:
-            lines = (inputs.query_end_loc[inputs.sampling_indices] - 1).astype(np.int32)
-        plan = self._sampler.prepare(expected.rows, expected.positions) if self._is_sampling else None
+        rows = inputs.rows[inputs.sampling_indices]
+        positions, ends = self._rows.num_tokens[rows], inputs.query_end_loc[inputs.sampling_indices]
+        drafts, lines = None, None
+        if inputs.num_drafts is not None:
+            drafts = DraftCheck(rows, positions, inputs.num_drafts[inputs.sampling_indices], drafts_by_row)
+            lines = drafts.lines(ends).astype(np.int32)
+        elif len(rows) < inputs.batch.num_tokens:
+            lines = (ends - 1).astype(np.int32)
+        expected = self._rows.expect_tokens(rows if drafts is None else drafts.rows_without)
+        plan = self._sampler.prepare(rows, positions) if self._is_sampling else None
         parts = [part for part in (None if plan is None else plan.words, lines) if part is not None]
         if parts:
             inputs.batch.numbers.array = np.concatenate(parts)
-        return _Samples(expected, plan, num_lines=0 if lines is None else num_samples)
+        return _Samples(expected, plan, num_lines=0 if lines is None else len(lines), drafts=drafts)
 
     def _sample(self, step: UnfinishedStep, samples: _Samples, inputs: StepInputs, hidden: Tensor) -> None:
         """Launch the choice of the tokens, and share them if other ranks need them."""
@@ -286,13 +305,17 @@ class Runner:
         for row in plan.grammar_rows:
             if (before := self._last_choices.pop(row, None)) is not None:
                 self._receive(before)
-        sampling = self._sampler.launch(logits, plan, words)
+        drafts = samples.drafts
+        sampling = self._sampler.launch(logits if drafts is None else drafts.first_logits(logits), plan, words)
         if sampling.tensors and self._relay is None:
+            assert drafts is None, "drafts are checked where the host knows the tokens at once"
             step.sampling = expected, sampling
             self._last_choices |= dict.fromkeys(plan.grammar_rows, step)
             step.tensors += sampling.tensors
             return
         step.sampled = sampling.finish(self._downloads.begin(sampling.tensors).wait() if sampling.tensors else [])
+        if drafts is not None:
+            step.checked = drafts.run(logits, step.sampled, self._sampler)
         token_ids = _token_of_each(expected.rows, step.sampled)
         if self._relay is None:
             self._rows.set_tokens(expected, token_ids)
@@ -348,7 +371,7 @@ class Runner:
 def _token_of_each(rows: IntArray, sampled: Sampled) -> IntArray:
     """Return the token of each of `rows`, int64 [num_rows]. A row without one gets token 0 until it is freed, because
     steps that compute it may be in flight."""
-    if len(sampled.rows) == len(rows):
+    if sampled.rows == rows.tolist():
         return np.array(sampled.token_ids, dtype=np.int64)
     token_of = dict(zip(sampled.rows, sampled.token_ids, strict=True))
     return np.array([token_of.get(row, 0) for row in rows.tolist()], dtype=np.int64)

@@ -14,8 +14,16 @@ from typing import Any
 
 import torch
 
-from eagleray.config.resolve import engine_index, engines_on_host, expert_dispatch, logprobs_limit, max_model_len
+from eagleray.config.resolve import (
+    engine_index,
+    engines_on_host,
+    expert_dispatch,
+    logprobs_limit,
+    max_model_len,
+    option_that_needs_invariance,
+)
 from eagleray.config.sections import Config
+from eagleray.config.speculation import MAX_DRAFT_TOKENS
 from eagleray.errors import ConfigError
 from eagleray.hub.locate import checkpoint_dir
 from eagleray.hub.model_json import config_file, read_config
@@ -196,7 +204,8 @@ class LoadedWorker:
         model, config = self.model, self.setup.config
         limits = self.limits(max_num_batched_tokens)
         if self.device.type != "cuda":
-            step_bytes = model.step_bytes(limits, config.cache.block_size)
+            num_drafts = MAX_DRAFT_TOKENS if config.scheduling.speculative_config else 0
+            step_bytes = model.step_bytes(limits, config.cache.block_size, num_drafts=num_drafts)
             step_bytes += 0 if model.adapters is None else model.adapters.num_bytes
             num_workers = self.setup.num_workers_on_host()
             return host_cache_bytes(free=host_free_bytes(), step_bytes=step_bytes, num_workers=num_workers)
@@ -277,7 +286,7 @@ class LoadedWorker:
                 seed=config.seed,
                 on_progress=bar.show,
                 groups=self.groups,
-                deterministic=config.deterministic,
+                invariant_for=option_that_needs_invariance(self.setup.config),
                 experts=self._expert_options(),
                 total_memory=total_bytes(self.device),
                 wait_for_memory=self._wait_for_weights if self.device.type == "cuda" else None,

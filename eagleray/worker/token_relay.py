@@ -31,6 +31,8 @@ class TokenRelay:
         """Make the tokens [n] of a step known to the ranks that need them. `token_ids`: int64 [n] on ranks that sample,
         None on others."""
         mesh = self._groups.mesh
+        if not len(expected.rows):
+            return  # all rows have drafts: the next plan that computes a row has its tokens
         if mesh.pp_size == 1:
             self._rows.set_tokens(expected, self._broadcast(len(expected.rows), token_ids))
         elif token_ids is not None:

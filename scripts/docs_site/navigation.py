@@ -28,6 +28,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/tuning.md",
         "docs/lora.md",
         "docs/structured_outputs.md",
+        "docs/speculation.md",
         "docs/tools.md",
         "docs/security.md",
         "docs/gpu.md",

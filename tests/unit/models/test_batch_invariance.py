@@ -63,16 +63,16 @@ def test_forward_on_several_threads_has_the_same_bits(checkpoint, dtype, threads
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_load_model_deterministic_on_cpu_is_accepted(checkpoint, dtype):
-    assert load(checkpoint, dtype=dtype, deterministic=True).dtype == getattr(torch, dtype)
+    assert load(checkpoint, dtype=dtype, invariant_for="deterministic").dtype == getattr(torch, dtype)
 
 
 def test_load_model_deterministic_float16_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match="`deterministic`: the kernels for float16 on cpu cannot promise it"):
-        load(checkpoint, dtype="float16", deterministic=True)
+    with pytest.raises(ConfigError, match="`deterministic`: the kernels for float16 on cpu are not batch-invariant"):
+        load(checkpoint, dtype="float16", invariant_for="deterministic")
 
 
 def test_load_model_deterministic_with_unordered_sums_is_refused(checkpoint, monkeypatch):
     groups = Groups.single()
     monkeypatch.setattr(type(groups.tp), "is_ordered", False)
     with pytest.raises(ConfigError, match="`deterministic`: sums over 1 tensor-parallel ranks of several hosts"):
-        load(checkpoint, deterministic=True, groups=groups)
+        load(checkpoint, invariant_for="deterministic", groups=groups)

@@ -189,8 +189,8 @@ def test_load_model_draft_layers_are_left_out(tmp_path):
 
 def test_load_model_deterministic_is_refused(tmp_path):
     checkpoint = make_checkpoint(tmp_path, "deepseek_v2", tokenizer=False)
-    with pytest.raises(ConfigError, match="the attention of DeepseekV2ForCausalLM cannot promise it"):
-        load(checkpoint, deterministic=True)
+    with pytest.raises(ConfigError, match="the attention of DeepseekV2ForCausalLM is not batch-invariant"):
+        load(checkpoint, invariant_for="deterministic")
 
 
 def test_forward_batch_of_no_tokens_returns_nothing(tmp_path):

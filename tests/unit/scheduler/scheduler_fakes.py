@@ -7,6 +7,7 @@ block that is lost, shared wrongly or read before it is written is detected at o
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -14,6 +15,7 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
+from eagleray.config.speculation import speculation
 from eagleray.identity import ClientId
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason, PromptLogprobs, TokenLogprobs
@@ -22,6 +24,7 @@ from eagleray.messages.sampling import Sampling, Stopping
 from eagleray.messages.steps import NewRow, RowFailure, StepPlan, StepResult
 from eagleray.scheduler.request import AddressedChunk
 from eagleray.scheduler.scheduler import Scheduler
+from eagleray.scheduler.speculation import Drafter
 
 VOCAB_SIZE = 16
 ALICE = ClientId("test", 0)
@@ -118,6 +121,9 @@ class Row:
     sampling: Sampling
     prompt_logprobs_from: int
     digests: list[bytes] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    checked: list[int] | None = None
+    """Tokens sampled by drafts, until a plan has them."""
 
 
 class FakeWorker:
@@ -155,6 +161,7 @@ class FakeWorker:
             return StepResult(step=plan.step, rows=[], token_ids=[])
         self._begin_after_rewind(plan)
         self._update_rows(plan)
+        self._settle_rows(plan)
         self._check_budget(plan)
         self._write(plan)
         for row, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
@@ -207,14 +214,32 @@ class FakeWorker:
             prompt_logprobs_from=start.prompt_logprobs_from,
         )
 
+    def _settle_rows(self, plan):
+        """Append the tokens of rows whose last step had drafts, and put the drafts of this step behind."""
+        assert len(dict(plan.settled_rows)) == len(plan.settled_rows)
+        for index, token_ids in plan.settled_rows:
+            row = self.rows[index]
+            assert token_ids == row.checked, "the tokens are not those that the row sampled"
+            row.checked = None
+            row.token_ids += token_ids
+            row.num_computed = len(row.token_ids) - 1
+        assert plan.drafts.keys() <= set(plan.rows)
+        for index, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
+            row = self.rows[index]
+            assert row.checked is None, "the row is computed before its tokens are known"
+            row.drafts = plan.drafts.get(index, [])
+            if row.drafts:
+                assert row.num_computed + num_tokens == len(row.token_ids) + len(row.drafts)
+
     def _check_budget(self, plan):
         assert plan.rows and len(set(plan.rows)) == len(plan.rows)
         assert self.restarts_all or {start.row for start in plan.new_rows} <= set(plan.rows)
         assert min(plan.num_tokens) >= 1 and sum(plan.num_tokens) <= self.max_num_batched_tokens
         for row, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
             end = self.rows[row].num_computed + num_tokens
-            assert end <= len(self.rows[row].token_ids) < self.max_model_len
-            assert len(self.rows[row].block_ids) * self.block_size >= end
+            row = self.rows[row]
+            assert end <= len(row.token_ids) + len(row.drafts) < self.max_model_len
+            assert len(row.block_ids) * self.block_size >= end
 
     def _write(self, plan):
         """Write every row before any row reads, as a layer does."""
@@ -223,7 +248,8 @@ class FakeWorker:
             row = self.rows[index]
             if self.restarts_all and not row.digests:
                 row.digests = self._digests_of_continued(row)
-            tokens = row.token_ids[: row.num_computed + num_tokens]
+            tokens = [*row.token_ids, *row.drafts][: row.num_computed + num_tokens]
+            del row.digests[row.num_computed :]  # those of drafts that were not accepted
             row.digests = prefix_digests(tokens, seed=row.sampling.seed, known=row.digests, update=self.update)
             for position in range(row.num_computed, row.num_computed + num_tokens):
                 cell = self._cell(row, position)
@@ -269,9 +295,10 @@ class FakeWorker:
 
     def _sample(self, plan):
         rows, token_ids, logprobs, prompt_logprobs, failures = [], [], {}, {}, []
+        checked_token_ids, checked_logprobs = {}, {}
         for index, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
             row = self.rows[index]
-            begin, row.num_computed = row.num_computed, row.num_computed + num_tokens
+            begin, row.num_computed = row.num_computed, row.num_computed + num_tokens - len(row.drafts)
             if row.request_id in self.failing:
                 failures.append(RowFailure(index, "no token is allowed"))
                 if row.num_computed == len(row.token_ids):
@@ -281,17 +308,29 @@ class FakeWorker:
             if found is not None:
                 prompt_logprobs[index] = found
             if row.num_computed == len(row.token_ids):
-                token = token_after(row.digests[-1])
-                row.token_ids.append(token)
+                token = token_after(row.digests[row.num_computed - 1])
                 rows.append(index)
                 token_ids.append(token)
                 if row.sampling.logprobs is not None:
                     logprobs[index] = TokenLogprobs([token], [-float(token)], 1)
+                if not row.drafts:
+                    row.token_ids.append(token)
+                    continue
+                row.checked = [token]
+                for drafted, digest in zip(row.drafts, row.digests[row.num_computed :], strict=True):
+                    if row.checked[-1] != drafted:
+                        break
+                    row.checked.append(token_after(digest))
+                checked_token_ids[index] = row.checked[1:]
+                if row.sampling.logprobs is not None:
+                    checked_logprobs[index] = [TokenLogprobs([one], [-float(one)], 1) for one in row.checked[1:]]
         return StepResult(
             step=plan.step,
             rows=rows,
             token_ids=token_ids,
             logprobs=logprobs,
+            checked_token_ids=checked_token_ids,
+            checked_logprobs=checked_logprobs,
             prompt_logprobs=prompt_logprobs,
             failures=failures,
         )
@@ -311,6 +350,32 @@ def prompt_logprobs_of(row, begin, end):
     )
 
 
+class RandomDrafter(Drafter):
+    """Drafts by a random number of right tokens, then wrong ones, and waits for tokens at random."""
+
+    def __init__(self, seed):
+        super().__init__(speculation({"method": "ngram", "num_speculative_tokens": 4}))
+        self._random = random.Random(seed)
+        self._seeds = {}
+
+    def begin(self, request):
+        follower = super().begin(request)
+        self._seeds[follower.number] = request.sampling.seed
+        return follower
+
+    def draft(self, follower, token_ids, *, limit, num_rows):
+        choose = self._random
+        num_right, tokens = choose.randrange(5), list(token_ids)
+        digests = []
+        for number in range(min(choose.randrange(5), limit)):
+            digests = prefix_digests(tokens, seed=self._seeds[follower.number], known=digests)
+            tokens.append(token_after(digests[-1]) if number < num_right else choose.randrange(VOCAB_SIZE))
+        return tokens[len(token_ids) :]
+
+    def expected_gain(self, follower, num_rows):
+        return self._random.choice([0.0, 0.0, 1.0])
+
+
 class Engine:
     """A scheduler and a fake worker, with up to `depth` steps in flight."""
 
@@ -328,6 +393,7 @@ class Engine:
         num_stages=1,
         vocab_size=2**31,
         routing=ROUTING,
+        drafter=None,
     ):
         self.depth = depth
         self.num_stages = num_stages
@@ -343,6 +409,7 @@ class Engine:
             num_stages=num_stages,
             vocab_size=vocab_size,
             routing=routing,
+            drafter=drafter,
         )
         self.worker = FakeWorker(
             num_rows=max_num_seqs,
@@ -376,7 +443,7 @@ class Engine:
 
     def plan(self) -> StepPlan | None:
         num_preemptions = self.scheduler.stats().num_preemptions
-        plan = self.scheduler.plan()
+        plan = None if self.scheduler.waits_for_tokens else self.scheduler.plan()
         self._record_started(self.scheduler.pop_early_chunks())
         if plan is not None:
             has_preempted = self.scheduler.stats().num_preemptions > num_preemptions

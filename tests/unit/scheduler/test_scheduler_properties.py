@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_fakes import ALICE, BOB, VOCAB_SIZE, Engine, request, undisturbed
+from scheduler_fakes import ALICE, BOB, VOCAB_SIZE, Engine, RandomDrafter, request, undisturbed
 
 PREFIXES = [[], [1] * 4, [1] * 9, [1, 1, 1, 1, 2, 3, 4, 5, 6], [7, 8]]
 
@@ -29,6 +29,7 @@ def engines(draw, max_model_len=None):
         enable_prefix_caching=draw(st.booleans()),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         num_stages=draw(st.integers(1, 3)),
+        drafter=draw(st.none() | st.builds(RandomDrafter, st.integers(0, 99))),
     )
 
 
@@ -221,6 +222,7 @@ def live_a_day(engine, choose, *, num_requests, rewinds=0.0):
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("rewinds", [0, 0.3])
 def test_scheduler_random_operations_invariants_hold(depth, policy, caching, rewinds):
+    drafts = policy == "fcfs"
     engine = Engine(
         depth=depth,
         max_num_seqs=12,
@@ -230,10 +232,12 @@ def test_scheduler_random_operations_invariants_hold(depth, policy, caching, rew
         num_blocks=44,
         enable_prefix_caching=caching,
         policy=policy,
+        drafter=RandomDrafter(depth) if drafts else None,
     )
     live_a_day(engine, random.Random(f"{depth} {policy} {caching}"), num_requests=120, rewinds=rewinds)
     stats = engine.scheduler.stats()
     assert stats.num_preemptions > 0 and (stats.num_prefix_hits > 0) == caching
+    assert (0 < stats.num_accepted_tokens < stats.num_draft_tokens) == drafts
 
 
 @pytest.mark.parametrize(
@@ -251,5 +255,6 @@ def test_scheduler_random_small_engine_tokens_equal_undisturbed(seed):
         num_blocks=-(-max_model_len // block_size) + choose.randrange(8),
         enable_prefix_caching=choose.random() < 0.7,
         policy=choose.choice(["fcfs", "priority"]),
+        drafter=RandomDrafter(seed) if seed % 2 else None,
     )
     live_a_day(engine, choose, num_requests=24, rewinds=choose.choice([0, 0.3]))

@@ -1,0 +1,42 @@
+"""A drafter whose drafts are right or wrong at random, so that steps accept any number of their tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from eagleray.config.speculation import speculation
+from eagleray.scheduler.follower import Follower
+from eagleray.scheduler.request import Request
+from eagleray.scheduler.speculation import Drafter
+
+MAX_DRAFT = 4
+
+
+class RecordedDrafter(Drafter):
+    """Drafts what an earlier run has generated. `outputs`: by request id."""
+
+    def __init__(self, outputs: Mapping[str, Sequence[int]], *, vocab_size: int, seed: int = 0) -> None:
+        options = speculation({"method": "ngram", "num_speculative_tokens": MAX_DRAFT})
+        assert options is not None
+        super().__init__(options)
+        self._outputs = outputs
+        self._vocab_size = vocab_size
+        self._random = random.Random(seed)
+        self._requests: dict[int, Request] = {}
+
+    def begin(self, request: Request) -> Follower:
+        follower = super().begin(request)
+        self._requests[follower.number] = request
+        return follower
+
+    def draft(self, follower: Follower, token_ids: Sequence[int], *, limit: int, num_rows: int) -> list[int]:
+        request, choose = self._requests[follower.number], self._random
+        first = len(token_ids) - request.num_prompt_tokens
+        count, num_right = max(0, min(limit, choose.randint(0, MAX_DRAFT))), choose.randint(0, MAX_DRAFT)
+        recorded = self._outputs.get(request.request_id, ())
+        drafted = list(recorded[first : first + min(count, num_right)])
+        return drafted + [choose.randrange(self._vocab_size) for _ in range(count - len(drafted))]
+
+    def expected_gain(self, follower: Follower, num_rows: int) -> float:
+        return self._random.choice([0.0, 1.0])

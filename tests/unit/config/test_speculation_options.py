@@ -1,0 +1,57 @@
+"""`speculative_config`: fields, defaults and refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagleray.config.build import build_config
+from eagleray.config.speculation import speculation
+from eagleray.config.vllm_options import translate
+from eagleray.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_max": 4}, (4, 4)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+    ],
+)
+def test_speculation_lookup_limits_default_as_in_vllm(given, expected):
+    options = speculation({"method": "ngram", "num_speculative_tokens": "5", **given})
+    assert (options.prompt_lookup_min, options.prompt_lookup_max) == expected
+    assert options.num_speculative_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"num_speculative_tokens": 5}, "`method` is missing; it must be ngram"),
+        ({"method": "eagle3", "num_speculative_tokens": 5}, "`method` is 'eagle3', which is not supported"),
+        ({"method": "ngram"}, "`num_speculative_tokens` must be a number from 1 to 64, but it is None"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "must be a number from 1 to 64"),
+        ({"method": "ngram", "prompt_lookup_mx": 3}, "no field `prompt_lookup_mx`; did you mean `prompt_lookup_max`?"),
+        ({"method": "ngram", "model": "/draft"}, "there is no field `model`; there are method, num_speculative_tokens"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3, "prompt_lookup_max": 2},
+            "at most `prompt_lookup_max`, but they are 3 and 2",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": "x"}, "option `speculative_config`: "),
+    ],
+)
+def test_speculation_wrong_fields_are_refused(given, reason):
+    with pytest.raises(ConfigError) as error:
+        build_config(speculative_config=given)
+    assert reason in str(error.value)
+
+
+def test_speculation_flags_of_single_fields_are_one_option():
+    own = {"speculative_config"}
+    given = {"spec_method": "ngram", "spec_tokens": 3}
+    assert translate(given, own).options == {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    with pytest.raises(ConfigError, match="`spec_method`: it is a field of `speculative_config`, which is given too"):
+        translate(given | {"speculative_config": "{}"}, own)
+    with pytest.raises(ConfigError, match="`spec_model` is not supported yet: `speculative_config` drafts from"):
+        translate({"spec_model": "/draft"}, own)
