@@ -58,7 +58,7 @@ def test_drafter_wrong_predictions_stop_drafts_and_right_ones_start_them_again()
         generate(drafter, follower, token_ids, [77 + index, 1, 2])
     assert follower.source is not None
     assert drafter.draft(follower, token_ids, limit=4, num_rows=1) == []
-    generate(drafter, follower, token_ids, [1, 2, 3, 4, 5] * 4 + [1])
+    generate(drafter, follower, token_ids, [1, 2, 3, 4, 5] * 9 + [1])
     assert drafter.draft(follower, token_ids, limit=4, num_rows=1) == [2, 3, 4, 5]
     assert drafter.expected_gain(follower, 1) > 1
 
