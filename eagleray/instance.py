@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ from eagleray.cluster import context
 from eagleray.config.sections import Config
 from eagleray.errors import EngineFailed, InvalidRequest, Unavailable
 from eagleray.fleet.supervisor import Supervisor
+from eagleray.hub.replacement import prepare_replacement
 from eagleray.identity import ClientId
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.control import ControlRequest
@@ -55,7 +57,13 @@ class LocalInstance:
             stack.push_async_callback(supervisor.stop, 0.0)
             supervisor.start_engines()
             client_id = ClientId(supervisor.instance, index=0)
-            client = Client.open(client_id, config, supervisor.runtime_dir, host=supervisor.host)
+            client = Client.open(
+                client_id,
+                config,
+                supervisor.runtime_dir,
+                prepare_checkpoint=partial(prepare_replacement, config.model),
+                host=supervisor.host,
+            )
             instance = cls(config, supervisor, client)
             stack.push_async_callback(instance.stop_client)
             supervisor.adopt(client_id, client.address)

@@ -203,7 +203,7 @@ class InstanceCalls:
 
         Raises `InvalidRequest` for an option that cannot be changed, and for a checkpoint that does not fit.
         """
-        request = await restart_request(self._instance.config.model, ranks, drain_timeout, options)
+        request = restart_request(ranks, drain_timeout, options)
         return await self._control(request, timeout, operation_id)
 
     async def scaling_status(self, operation_id: str | None = None) -> dict[str, Any]:

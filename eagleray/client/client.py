@@ -20,6 +20,7 @@ import msgspec
 from eagleray.client.answers.choose import choose_formats
 from eagleray.client.answers.plan import AnswerFormats
 from eagleray.client.answers.reasoning_formats import reasoning_config
+from eagleray.client.checkpoint_fetcher import CheckpointFetcher, PrepareCheckpoint, fetch_nothing
 from eagleray.client.collective_rpc import RpcCalls
 from eagleray.client.control import ControlCalls, execute
 from eagleray.client.in_flight import InFlightRequests, RecoveryObserver
@@ -39,6 +40,7 @@ from eagleray.hub.locate import tokenizer_dir
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, MemberId, SupervisorId
 from eagleray.log import get_logger
 from eagleray.messages.adapters import Adapter
+from eagleray.messages.checkpoints import FetchCheckpoint
 from eagleray.messages.codec import Codec
 from eagleray.messages.control import Command, ControlRequest, ControlReturned, InstanceState, SetState, StateChanged
 from eagleray.messages.lifecycle import (
@@ -84,6 +86,7 @@ class Client:
         reports_load: bool = False,
         target_ttft: float | None = None,
         answer_formats: AnswerFormats = AnswerFormats(),  # noqa: B008 - immutable
+        prepare_checkpoint: PrepareCheckpoint = fetch_nothing,
     ) -> None:
         self.address = inbox.address
         self.stopping = asyncio.Event()
@@ -126,6 +129,9 @@ class Client:
         self._rpc_calls = RpcCalls(client_id, send=outbox.send)
         self._rpc_calls.on_done = self._on_calls_done
         self._control_calls = ControlCalls(client_id, send=partial(outbox.send, SUPERVISOR))
+        self._checkpoint_fetcher = CheckpointFetcher(
+            client_id, prepare=prepare_checkpoint, send=partial(outbox.send, SUPERVISOR)
+        )
         self._heartbeat: HeartbeatSender | None = None
         self._failure: str | None = None
         """Cause with which this client fails every request, now and later; None while it works."""
@@ -133,20 +139,38 @@ class Client:
         self._is_closed = False
 
     @classmethod
-    def open(cls, client_id: ClientId, config: Config, runtime_dir: Path, *, host: str | None = None) -> Client:
+    def open(
+        cls,
+        client_id: ClientId,
+        config: Config,
+        runtime_dir: Path,
+        *,
+        prepare_checkpoint: PrepareCheckpoint = fetch_nothing,
+        host: str | None = None,
+    ) -> Client:
         """Open a client with a bound inbox, in the running event loop.
 
-        `host`: address of this host for engines of other hosts; None: all are on this host. Raises as `create` does.
+        `prepare_checkpoint` fetches another checkpoint for engines that are restarted. `host`: address of this host for
+        engines of other hosts; None: all are on this host. Raises as `create` does.
         """
         inbox = ClientInbox(runtime_dir, client_id.label, Codec[Any](CLIENT_INBOX).decode, host=host)
         try:
-            return cls.create(client_id, config, inbox=inbox, outbox=ClientOutbox(Codec[Any](CLIENT_OUTBOX).encode))
+            outbox = ClientOutbox(Codec[Any](CLIENT_OUTBOX).encode)
+            return cls.create(client_id, config, inbox=inbox, outbox=outbox, prepare_checkpoint=prepare_checkpoint)
         except BaseException:
             inbox.close()
             raise
 
     @classmethod
-    def create(cls, client_id: ClientId, config: Config, *, inbox: ClientInbox, outbox: ClientOutbox) -> Client:
+    def create(
+        cls,
+        client_id: ClientId,
+        config: Config,
+        *,
+        inbox: ClientInbox,
+        outbox: ClientOutbox,
+        prepare_checkpoint: PrepareCheckpoint = fetch_nothing,
+    ) -> Client:
         """Create a client with the model's tokenizer.
 
         Raises `CheckpointError` or `ConfigError` if the tokenizer cannot be read, or for an unknown format of answers.
@@ -194,6 +218,7 @@ class Client:
             reports_load=config.parallel.autoscale is not None,
             target_ttft=config.parallel.autoscale_target_ttft,
             answer_formats=formats,
+            prepare_checkpoint=prepare_checkpoint,
         )
 
     @property
@@ -425,6 +450,8 @@ class Client:
             case Draining(engine):
                 self._in_flight.drain(engine)
                 self._report_drained(engine)
+            case FetchCheckpoint():
+                self._checkpoint_fetcher.begin(message)
             case Stop(grace, cause, others_stay):
                 self.grace, self.others_stay = grace, others_stay
                 self.stopping.set()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
 from eagleray.config.restart_options import requested_changes
-from eagleray.config.sections import ModelConfig
 from eagleray.errors import InvalidRequest
-from eagleray.hub.replacement import prepare_replacement
 from eagleray.messages.control import (
     InitWeightTransfer,
     Pause,
@@ -135,17 +132,14 @@ def scale_request(
     )
 
 
-async def restart_request(
-    start: ModelConfig,
+def restart_request(
     ranks: Sequence[int] = (),
     drain_timeout: float = 0.0,
     options: Mapping[str, Any] | None = None,
 ) -> RestartEngines:
     """`ranks`: ranks of the engines; empty for all. `drain_timeout`: see `scale_request`. `options`: those that engines
-    have from now on; another checkpoint is found or fetched, and compared with that of `start`."""
+    have from now on."""
     changes = requested_changes(options or {})
-    if "model" in changes:
-        changes = await asyncio.to_thread(prepare_replacement, start, changes)
     return RestartEngines(ranks=_ranks("ranks", ranks), drain_timeout=_drain_seconds(drain_timeout), options=changes)
 
 

@@ -10,13 +10,18 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
+
 from eagleray.errors import DeadlineExceeded, EagleRayError, InvalidRequest, NotFound, WrongState
 from eagleray.fleet import timeouts
+from eagleray.fleet.checkpoint_fetch import CheckpointFetch, needs_fetch
 from eagleray.fleet.control.caller import Caller
+from eagleray.fleet.process_exit import as_exception
 from eagleray.fleet.scaling_operations import FleetChanges, Remove, RolledBack, ScalingOperation, Step, Steps, Until
 from eagleray.fleet.turn import ScalingTimer, Turn
-from eagleray.identity import MemberId, replica_key
+from eagleray.identity import ClientId, MemberId, replica_key
 from eagleray.log import get_logger
+from eagleray.messages.checkpoints import CheckpointFetched
 from eagleray.messages.control import ControlCall, ControlReturned
 from eagleray.messages.failure import Failure
 from eagleray.messages.plain import pack
@@ -61,6 +66,7 @@ class Scaling:
         self._forbidden = forbidden
         self._current: ScalingOperation | None = None
         self._queue: list[ScalingOperation] = []
+        self._fetch = CheckpointFetch(changes.membership, turn)
         self._past: dict[str, ScalingOperation] = {}
         """Operations that have ended, by id, the newest last."""
         self.autoscale: Callable[[], dict[str, Any]] | None = None
@@ -68,12 +74,12 @@ class Scaling:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no operation runs or waits."""
-        return not self._operations
+        """Whether no operation runs or is about to; the checkpoint of one may be fetched."""
+        return self._current is None and not self._queue
 
     def begin(self, operation_id: str, request: Scale) -> ScalingOperation:
         """Begin an operation of the autoscaler, which has no caller. Raises the reason why it may not begin."""
-        operation = self._enqueue(operation_id, request)
+        operation = self._enqueue(operation_id, request, None)
         operation.is_automatic = True
         return operation
 
@@ -91,7 +97,8 @@ class Scaling:
             operation = self._known(call.operation_id, request)
             if operation is None:
                 self._check_manual(request)
-                operation = self._enqueue(call.operation_id, request)
+                begin = self._begin_fetch if needs_fetch(request) else self._enqueue
+                operation = begin(call.operation_id, request, call.client)
         except EagleRayError as error:
             self._answer(caller, error)
             return
@@ -101,9 +108,33 @@ class Scaling:
             operation.callers.append(caller)
             self._set_timer()
 
+    def on_fetched(self, message: CheckpointFetched) -> None:
+        """Handle that a client has the checkpoint of an operation, or cannot get it."""
+        if (operation := self._fetch.take(message)) is None:
+            return
+        assert isinstance(operation.request, RestartEngines)
+        operation.fetched, error = message.options, None
+        if message.failure is not None:
+            error = as_exception(message.client.label, message.failure)
+        else:
+            error = self._forbidden(msgspec.structs.replace(operation.request, options=message.options))
+        if error is not None:
+            self._finish(operation, error)
+        else:
+            operation.phase = "queued"
+            self._queue.append(operation)
+
+    def on_clients_changed(self) -> None:
+        """Handle that a client was attached, or has left."""
+        self._fetch.on_clients_changed()
+
     def pass_time(self) -> None:
         """Answer the callers whose deadlines have passed. Their operations go on."""
         now = self._turn.now
+        if (fetching := self._fetch.operation) is not None and self._fetch.is_late:
+            too_late = DeadlineExceeded(f"the checkpoint was not there in time: {self._fetch.reason}")
+            self._fetch.end()
+            self._finish(fetching, too_late)
         for operation in self._operations:
             for caller in [caller for caller in operation.callers if now >= caller.deadline]:
                 operation.callers.remove(caller)
@@ -114,6 +145,7 @@ class Scaling:
         """End every operation, because the instance ends."""
         for operation in self._operations:
             self._finish(operation, error)
+        self._fetch.end()
         self._queue.clear()
         self._current = None
 
@@ -123,6 +155,7 @@ class Scaling:
             operation = self._current
             if operation is None:
                 if not self._queue:
+                    self._set_timer()
                     return None
                 self._begin(operation := self._queue.pop(0))
             assert operation.steps is not None
@@ -149,7 +182,9 @@ class Scaling:
 
     @property
     def _operations(self) -> list[ScalingOperation]:
-        return [*([self._current] if self._current else []), *self._queue]
+        """The operation that runs, those that wait, and the one whose checkpoint is fetched."""
+        fetching = self._fetch.operation
+        return [*([self._current] if self._current else []), *self._queue, *([fetching] if fetching else [])]
 
     def _known(self, operation_id: str, request: Scale | RestartEngines) -> ScalingOperation | None:
         known = {operation.operation_id: operation for operation in [*self._past.values(), *self._operations]}
@@ -171,18 +206,33 @@ class Scaling:
 
     def _find(self, operation_id: str | None) -> ScalingOperation | None:
         if operation_id is None:
-            return self._current or next(reversed(self._past.values()), None)
+            return self._current or self._fetch.operation or next(reversed(self._past.values()), None)
         known = {operation.operation_id: operation for operation in [*self._past.values(), *self._operations]}
         if operation_id not in known:
             raise NotFound(f"there is no scaling operation {operation_id!r}; the last {MAX_PAST} are kept")
         return known[operation_id]
 
-    def _enqueue(self, operation_id: str, request: Scale | RestartEngines) -> ScalingOperation:
-        """Check a request and queue it. It replaces one that waits or prepares: only the newest target counts."""
+    def _begin_fetch(
+        self, operation_id: str, request: Scale | RestartEngines, caller: ClientId | None
+    ) -> ScalingOperation:
+        """Check a request and have its checkpoint fetched. It replaces one whose checkpoint is fetched."""
+        operation = self._accept(operation_id, request)
+        if (former := self._fetch.operation) is not None:
+            self._fetch.end()
+            self._finish(former, WrongState(f"it was replaced by operation {operation_id}"))
+        self._fetch.begin(operation, caller)
+        return operation
+
+    def _accept(self, operation_id: str, request: Scale | RestartEngines) -> ScalingOperation:
+        """Return an operation that may begin. Raises the reason why it may not."""
         if (error := self._forbidden(request)) is not None:
             raise error
         self._changes.check(request)
-        operation = ScalingOperation(operation_id, request, began=self._turn.now)
+        return ScalingOperation(operation_id, request, began=self._turn.now)
+
+    def _enqueue(self, operation_id: str, request: Scale | RestartEngines, caller: ClientId | None) -> ScalingOperation:
+        """Check a request and queue it. It replaces one that waits or prepares: only the newest target counts."""
+        operation = self._accept(operation_id, request)
         replaced = WrongState(f"it was replaced by operation {operation_id}")
         for waiting in self._queue:
             self._finish(waiting, replaced)
@@ -197,6 +247,8 @@ class Scaling:
             case Scale() as request:
                 operation.steps = self._changes.steps_of(operation, request)
             case RestartEngines() as request:
+                if operation.fetched is not None:
+                    request = msgspec.structs.replace(request, options=operation.fetched)
                 operation.steps = self._restarts.steps_of(operation, request)
 
     def _roll_back(self, operation: ScalingOperation, error: EagleRayError) -> None:
@@ -262,7 +314,7 @@ class Scaling:
             answer["requested_data_parallel_size"] = request.num_engines
             answer["requested_api_server_count"] = request.num_api_servers
         else:
-            answer["requested_options"] = request.options
+            answer["requested_options"] = request.options if operation.fetched is None else operation.fetched
         began = self._turn.now - operation.began
         return answer | {
             "operation_id": operation.operation_id,
@@ -277,6 +329,8 @@ class Scaling:
 
     def _progress(self, operation: ScalingOperation) -> str:
         """Describe what an operation waits for."""
+        if operation is self._fetch.operation:
+            return self._fetch.reason
         if operation is not self._current:
             current = self._current
             return "it is queued" if current is None else f"it is queued behind operation {current.operation_id}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from eagleray.errors import DeadlineExceeded, EagleRayError, EngineFailed, InvalidRequest
 from eagleray.fleet import timeouts
@@ -22,7 +22,7 @@ from eagleray.fleet.turn import Turn
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
 from eagleray.messages.scaling import RestartEngines, Scale
 
-Phase = Literal["queued", "preparing", "draining", "committing", "completed", "failed"]
+Phase = Literal["fetching", "queued", "preparing", "draining", "committing", "completed", "failed"]
 
 Key = TypeVar("Key", EngineId, ClientId)
 
@@ -103,6 +103,8 @@ class ScalingOperation:
     deadline: float | None = None
     """Time at which the operation stops waiting for what it waits for; None for members that exit, each of which has
     deadlines of its own."""
+    fetched: dict[str, Any] | None = None
+    """Options of a restart with the checkpoint that was found for them; None for one that names none."""
     removed: list[int] = field(default_factory=list)
     """Ranks of the engines that were removed, once their processes have exited."""
 
@@ -137,7 +139,7 @@ class FleetChanges:
         regrouping_obstacle: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._replicas = replicas
-        self._membership = membership
+        self.membership = membership
         self._turn = turn
         self._instance = instance
         self._shortage = shortage
@@ -189,7 +191,7 @@ class FleetChanges:
 
     def is_present(self, client: ClientId) -> bool:
         """Whether a client is attached and has not left."""
-        return client in self._membership
+        return client in self.membership
 
     # Operations.
 
@@ -355,7 +357,7 @@ class FleetChanges:
             yield Drain(key)
 
         def have_finished() -> bool:
-            busy = (client for key in engines for client in self.undrained.get(key, ()) if client in self._membership)
+            busy = (client for key in engines for client in self.undrained.get(key, ()) if client in self.membership)
             return self._turn.now >= due or next(busy, None) is None
 
         yield Until(have_finished, lambda: f"{_labels(engines)} must finish requests")

@@ -82,6 +82,7 @@ from eagleray.fleet.turn import (
 )
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
 from eagleray.log import get_logger
+from eagleray.messages.checkpoints import CheckpointFetched
 from eagleray.messages.control import CommandDone, ControlCall
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import (
@@ -100,7 +101,14 @@ from eagleray.messages.lifecycle import (
     Unreachable,
 )
 from eagleray.messages.membership import EngineInfo, Left
-from eagleray.messages.scaling import Drained, Draining, GetScaling, LoadReport, RestartEngines, Scale
+from eagleray.messages.scaling import (
+    Drained,
+    Draining,
+    GetScaling,
+    LoadReport,
+    RestartEngines,
+    Scale,
+)
 
 logger = get_logger(__name__)
 
@@ -272,6 +280,8 @@ class FleetState:
                 self._scaling.call(event, request)
             case Drained(client, engine):
                 self._changes.on_drained(client, engine)
+            case CheckpointFetched():
+                self._scaling.on_fetched(event)
             case LoadReport():
                 self._on_load_report(event)
             case ControlCall():
@@ -374,6 +384,8 @@ class FleetState:
         else:
             self._membership.withdraw(left.member)
         self._carry_out(self._control.leave(left.member, left.cause, left.returns, self._turn.now))
+        if isinstance(left.member, ClientId):
+            self._scaling.on_clients_changed()
 
     def _attach(self, member: MemberId, address: str, *, has_heartbeat: bool) -> None:
         self._control.attach(member, self._turn.now)
@@ -381,6 +393,7 @@ class FleetState:
         if isinstance(member, ClientId):
             for key in self._changes.undrained:
                 self._turn.send(Draining(self._replicas.engine(key)), member)
+            self._scaling.on_clients_changed()
 
     def _on_bound(self, member: MemberId, address: str) -> None:
         replica = self._replicas.of(member)

@@ -39,6 +39,10 @@ REGROUP_WAIT_SECONDS = 600.0
 """Time for which an operation that changes an expert group waits for control calls and weight updates to end, and for
 memory to wake up, before it fails."""
 
+FETCH_CHECKPOINT_SECONDS = 12 * 3600.0
+"""Time for an API server to download the checkpoint that a restart names, before the operation fails. Downloads notice
+by themselves that a connection delivers nothing, so only a terabyte over a slow line takes nearly as long."""
+
 SURGE_PLACEMENT_SECONDS = 10.0
 """Time for which an engine that runs while others are restarted waits for resources of Ray. Without it the restart goes
 on as well, so it does not wait for nodes that a cluster may get."""

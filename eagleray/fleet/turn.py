@@ -8,6 +8,7 @@ from typing import NamedTuple
 from eagleray.errors import EagleRayError
 from eagleray.fleet.timers import Timers
 from eagleray.identity import ClientId, MemberId
+from eagleray.messages.checkpoints import FetchCheckpoint
 from eagleray.messages.control import Command, ControlReturned, StateChanged
 from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop
 from eagleray.messages.membership import Joined, Left
@@ -15,7 +16,18 @@ from eagleray.messages.scaling import Draining
 
 # Actions
 
-ToMember = Joined | Left | Stop | Command | ControlReturned | StateChanged | Draining | OpenExperts | ExpertsFormed
+ToMember = (
+    Joined
+    | Left
+    | Stop
+    | Command
+    | ControlReturned
+    | StateChanged
+    | Draining
+    | FetchCheckpoint
+    | OpenExperts
+    | ExpertsFormed
+)
 
 
 class Spawn(NamedTuple):

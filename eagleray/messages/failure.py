@@ -50,6 +50,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     def as_user_error(self) -> EagleRayError:
         """Return the exception that it was, if `is_user_error`."""
         error: EagleRayError = getattr(errors, self.kind, UserError)(self.message)
+        if isinstance(error, InvalidRequest):
+            error.param = self.param
         return error
 
     def __str__(self) -> str:

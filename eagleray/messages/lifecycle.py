@@ -17,6 +17,7 @@ import msgspec
 
 from eagleray.config.sections import Config
 from eagleray.identity import ClientId, DriverId, EngineId, MemberId, ProcessId
+from eagleray.messages.checkpoints import CheckpointFetched, FetchCheckpoint
 from eagleray.messages.control import Command, CommandDone, ControlCall, ControlReturned, InstanceState, StateChanged
 from eagleray.messages.failure import Ended
 from eagleray.messages.membership import EngineInfo, Joined, Left
@@ -101,7 +102,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 SupervisorToMember = Attach | Joined | Left | Stop | Command
 """Messages for every member, although `Command` is sent to the instance's own clients and to engines only."""
 
-SupervisorToClient = SupervisorToMember | ControlReturned | StateChanged | Draining
+SupervisorToClient = SupervisorToMember | ControlReturned | StateChanged | Draining | FetchCheckpoint
 
 
 class OpenExperts(msgspec.Struct, frozen=True, tag=True):
@@ -225,6 +226,7 @@ MemberToSupervisor = (
     | ControlCall
     | CommandDone
     | Drained
+    | CheckpointFetched
     | LoadReport
 )
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ import uvloop
 
 from eagleray.client.client import Client
 from eagleray.config.serving import ServingConfig
+from eagleray.hub.replacement import prepare_replacement
 from eagleray.messages.lifecycle import ApiServerSpec
 from eagleray.metrics.ledger import IN_FLIGHT, Ledger
 from eagleray.metrics.statistics_log import StatisticsLog
@@ -143,7 +145,13 @@ def run(payload: bytes, parent: Parent) -> None:
 async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: ConnectionCounts) -> None:
     _exit_between_callbacks()
     certificates = await open_certificates(spec.config.serving)
-    client = Client.open(spec.client, spec.config, Path(spec.runtime_dir), host=spec.host)
+    client = Client.open(
+        spec.client,
+        spec.config,
+        Path(spec.runtime_dir),
+        prepare_checkpoint=partial(prepare_replacement, spec.config.model),
+        host=spec.host,
+    )
     app = create_app(client, spec.config, ledger, has_access_log=True)
     server = _Server(app, spec.config.serving, counts, certificates, on_tick=_server_tick(client, spec, ledger))
     freeze_gc()

@@ -103,7 +103,7 @@ class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: Annotated[str, Meta(description="Id of the instance. A restart of the whole server makes another.")]
     operation_id: str | None
     kind: Annotated[Literal["scale", "restart"] | None, Meta(description="null: there was no operation yet.")]
-    phase: Literal["idle", "queued", "preparing", "draining", "committing", "completed", "failed"]
+    phase: Literal["idle", "fetching", "queued", "preparing", "draining", "committing", "completed", "failed"]
     requested_data_parallel_size: int | msgspec.UnsetType | None = msgspec.UNSET
     active_data_parallel_size: int
     participating_ranks: Annotated[list[int], Meta(description="Ranks of the engines that run or are restarted.")]
@@ -217,7 +217,7 @@ class ScalingRoutes:
 
     async def restart(self, request: Request) -> Response:
         given = await self._restart.read(request)
-        restart = await restart_request(self._service.model_config, given.ranks, given.drain_timeout, given.options)
+        restart = restart_request(given.ranks, given.drain_timeout, given.options)
         return _respond(await self._execute(request, given, restart, wait=given.wait), wait=given.wait)
 
     async def scale_elastic(self, request: Request) -> Response:

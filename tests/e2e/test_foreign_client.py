@@ -35,7 +35,10 @@ NODE = shutil.which("node")
 
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not here: the foreign client is a Node.js program")
 
-NOT_FOR_ALL = {"CallWorkers", "WorkersReturned", "Command", "CommandDone", "ControlCall", "ControlReturned"}
+NOT_FOR_ALL = {
+    *("CallWorkers", "WorkersReturned", "Command", "CommandDone", "ControlCall", "ControlReturned"),
+    *("FetchCheckpoint", "CheckpointFetched"),
+}
 """Messages of worker extensions and of control calls, which are for Python clients."""
 
 NOT_OF_CLIENTS = {"EngineStarted", "EngineLoaded", "ExpertsOpened", "ExpertsJoined", "ExpertsBroken", "Ended"}

@@ -13,6 +13,7 @@ from collections import defaultdict
 import msgspec
 from client_tokenizers import load
 
+from eagleray.client.checkpoint_fetcher import fetch_nothing
 from eagleray.client.client import Client
 from eagleray.client.preprocess import RequestBuilder
 from eagleray.client.request import ClientRequest
@@ -177,6 +178,7 @@ class Setup:
         max_request_restarts=3,
         ranks=(),
         reports_load=False,
+        prepare_checkpoint=fetch_nothing,
         **options,
     ):
         self.network = Network()
@@ -194,7 +196,13 @@ class Setup:
         )
         router = Router(rng=random.Random(1), ranks=ranks)
         self.client = Client(
-            CLIENT, inbox=self.inbox, outbox=self.outbox, builder=builder, router=router, reports_load=reports_load
+            CLIENT,
+            inbox=self.inbox,
+            outbox=self.outbox,
+            builder=builder,
+            router=router,
+            reports_load=reports_load,
+            prepare_checkpoint=prepare_checkpoint,
         )
         self.engine = FakeEngine(self)
         self.running = asyncio.create_task(self.client.run())

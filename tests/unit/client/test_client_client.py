@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from eagleray.errors import (
     Unavailable,
 )
 from eagleray.identity import ClientId, EngineId
+from eagleray.messages.checkpoints import CheckpointFetched, FetchCheckpoint
+from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Stop
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.outputs import EngineStats, ExpertLoad, FinishReason, PromptLogprobs, TokenLogprobs
@@ -454,6 +457,30 @@ def test_generate_without_seed_draws_one():
     assert seeds_of(seed=5) == seeds_of(seed=5)
     assert len({*seeds_of(seed=5), *seeds_of(seed=6)}) == 6
     assert seeds_of(seed=5, params=SamplingParams(seed=-3)) == [-3, -3, -3]
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("error", [None, InvalidRequest("there is no such directory", param="model")])
+def test_checkpoint_is_fetched_beside_the_event_loop(error):
+    def prepare(options):
+        assert threading.current_thread() is not threading.main_thread()
+        if error is not None:
+            raise error
+        return {**options, "revision": "pinned"}
+
+    async def scenario():
+        async with attached(prepare_checkpoint=prepare) as setup, asyncio.timeout(10):
+            await setup.deliver(FetchCheckpoint("upgrade", {"model": "name"}))
+            while not (sent := [it for it in setup.network.mail["supervisor"] if isinstance(it, CheckpointFetched)]):
+                await asyncio.sleep(0.001)
+            return sent
+
+    options, failure = {"model": "name", "revision": "pinned"}, None
+    if error is not None:
+        options, failure = {}, Failure.of(error)
+    assert asyncio.run(scenario()) == [CheckpointFetched(CLIENT, "upgrade", options=options, failure=failure)]
 
 
 # Creation.

@@ -12,6 +12,7 @@ from eagleray.fleet.replica import Replica, Up
 from eagleray.fleet.state import FleetState
 from eagleray.fleet.turn import Action, Connect, Disconnect, FailInstance, Kill, Send, Serve, Spawn, Stopped, Terminate
 from eagleray.identity import ClientId, EngineId, MemberId, next_incarnation, replica_key
+from eagleray.messages.checkpoints import CheckpointFetched, FetchCheckpoint
 from eagleray.messages.control import Command, CommandDone, ControlCall, ControlRequest, ControlReturned
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import Attach, Bound, ClientStarted, EngineStarted, Knows
@@ -148,6 +149,21 @@ class Machine:
         self._executed.add(command.number)
         self.handle(CommandDone(member=member, number=command.number, result=result))
         return command
+
+    def fetch(self, failure: EagleRayError | None = None) -> ClientId:
+        """Have the client that was asked last for a checkpoint reply. Returns the client."""
+        client, message = next(
+            (member, message)
+            for member in reversed(self.attached)
+            for message in reversed(self.received[member])
+            if isinstance(message, FetchCheckpoint)
+        )
+        assert isinstance(client, ClientId)
+        options = {} if failure is not None else {**message.options, "revision": "pinned"}
+        reason = None if failure is None else Failure.of(failure)
+        self.received[client].remove(message)
+        self.handle(CheckpointFetched(client, message.operation_id, options=options, failure=reason))
+        return client
 
     # Time.
 

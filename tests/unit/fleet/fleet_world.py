@@ -17,6 +17,7 @@ from eagleray.fleet.external_clients import is_external
 from eagleray.fleet.replica import Up
 from eagleray.fleet.turn import Action, Connect, Disconnect, FailInstance, Send, Spawn
 from eagleray.identity import ClientId, EngineId, MemberId, replica_key
+from eagleray.messages.checkpoints import CheckpointFetched, FetchCheckpoint
 from eagleray.messages.control import Command, CommandDone, ControlCall, ControlReturned, FetchWeights
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import (
@@ -56,6 +57,7 @@ REPEATABLE = (
     | Knows
     | Ended
     | Drained
+    | CheckpointFetched
     | CommandDone
     | EngineLoaded
     | ExpertsOpened
@@ -82,6 +84,7 @@ class World(Machine):
         self.commands: defaultdict[MemberId, list[Command]] = defaultdict(list)
         """Commands that members have not executed."""
         self.draining: defaultdict[MemberId, list[EngineId]] = defaultdict(list)
+        self.fetching: defaultdict[MemberId, list[FetchCheckpoint]] = defaultdict(list)
         self.updates: dict[MemberId, int] = {}
         """Numbers of the updates whose weights engines have."""
         self.bound: set[MemberId] = set()
@@ -141,7 +144,7 @@ class World(Machine):
                 }
                 self.gone[member] = {}
             case Disconnect(member):
-                for facts in (self.known, self.returning, self.gone, self.commands, self.draining):
+                for facts in (self.known, self.returning, self.gone, self.commands, self.draining, self.fetching):
                     facts.pop(member, None)
                 self.calls = {call: due for call, due in self.calls.items() if call[0] != member}
             case Send(receivers, message):
@@ -185,6 +188,9 @@ class World(Machine):
                 self.group_messages[receiver] = message
             case Draining(engine):
                 self.draining[receiver].append(engine)
+            case FetchCheckpoint():
+                assert not is_external(receiver)
+                self.fetching[receiver].append(message)
             case Stop():
                 self.told_to_stop.add(receiver)
 
@@ -368,6 +374,10 @@ class World(Machine):
                 return True
             if isinstance(member, ClientId) and self.draining.get(member):
                 self.handle(Drained(member, self.draining[member].pop()))
+                return True
+            if isinstance(member, ClientId) and self.fetching.get(member):
+                asked = self.fetching[member].pop()
+                self.handle(CheckpointFetched(member, asked.operation_id, options=asked.options))
                 return True
             if is_external(member) and member in self.told_to_stop:
                 return False

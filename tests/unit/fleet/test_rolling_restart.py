@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fleet_machine import INFO, OBSERVER, Machine, later
 
-from eagleray.errors import ClusterError, ConfigError
+from eagleray.errors import ClusterError, ConfigError, InvalidRequest
 from eagleray.fleet import timeouts
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.control import Command, GetWeightInfo, SetState, StartWeightUpdate
@@ -287,6 +287,7 @@ def test_restart_with_a_checkpoint_it_counts_as_a_weight_update(has_room):
     it = Machine.serving(data_parallel_size=2)
     it.shortage = None if has_room else "no memory is free"
     call = it.call(RestartEngines(options=CHECKPOINT))
+    it.fetch()
     config = it.state.engine_config(E[2] if has_room else E[0]).model if has_room else None
     if has_room:
         assert (config.model, config.served_model_name, config.max_model_len) == ("/new", ["eagleray-demo"], 64)
@@ -313,6 +314,7 @@ def test_restart_with_a_checkpoint_that_fails_late_restores_the_number_of_the_we
     it = Machine.serving(data_parallel_size=3)
     it.shortage = "no memory is free"
     call = it.call(RestartEngines(options=CHECKPOINT))
+    it.fetch()
     first, second = replace(it, E[0]), replace(it, E[1])
     it.exit(E[2], GONE)
     it.pass_time(0.0)
@@ -332,6 +334,42 @@ def test_restart_with_a_checkpoint_that_fails_late_restores_the_number_of_the_we
     for engine in (first, second, third):
         it.execute(engine)
     assert it.answer(update)["update"] == 2, "no number is used twice"
+
+
+def test_restart_with_a_checkpoint_has_a_status_while_it_is_fetched():
+    it = Machine.serving(data_parallel_size=2, api_server_count=2)
+    call = it.call(RestartEngines(options=CHECKPOINT), operation_id="upgrade", timeout=5.0, client=A[1])
+    now = status(it)
+    assert (now["operation_id"], now["phase"], now["requested_options"]) == ("upgrade", "fetching", CHECKPOINT)
+    assert now["waiting_for"] == "client-1 must find or download /new and check it"
+    it.pass_time(5.0)
+    assert "operation upgrade goes on: client-1 must find" in it.answer(call).message
+    again = it.call(RestartEngines(options=CHECKPOINT), operation_id="upgrade")
+    it.exit(A[1])
+    assert status(it)["waiting_for"] == "client-900 must find or download /new and check it"
+    scale = it.call(Scale(num_engines=3))
+    start(it, E[2])
+    assert it.answer(scale)["phase"] == "completed", "other operations do not wait for a download"
+    assert it.fetch() == OBSERVER
+    now = status(it)
+    assert (now["phase"], now["requested_options"]) == ("preparing", {**CHECKPOINT, "revision": "pinned"})
+    assert it.state.engine_config(E[3]).model.revision == "pinned"
+    assert it.answer(again) is None
+
+
+def test_restart_with_a_checkpoint_that_cannot_be_fetched_fails():
+    it = Machine.serving()
+    wrong = InvalidRequest("there is no such directory", param="model")
+    call = it.call(RestartEngines(options=CHECKPOINT))
+    it.fetch(wrong)
+    assert (it.answer(call).message, it.answer(call).param) == (str(wrong), "model")
+    assert (status(it)["phase"], status(it)["is_retryable"]) == ("failed", False)
+    first, second = (it.call(RestartEngines(options=CHECKPOINT)) for _ in range(2))
+    assert "was replaced by" in it.answer(first).message
+    it.pass_time(timeouts.FETCH_CHECKPOINT_SECONDS)
+    assert it.answer(second) is not None
+    assert "the checkpoint was not there in time: client-900 must find" in status(it)["last_error"]
+    assert it.spawned == [E[0], A[0]]
 
 
 @pytest.mark.parametrize(
