@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from eagleray.config.speculation import speculation
 from eagleray.scheduler.follower import Follower
 from eagleray.scheduler.request import Request
-from eagleray.scheduler.speculation import Drafter
+from eagleray.scheduler.speculation import Candidate, Drafter
 
 MAX_DRAFT = 4
 
@@ -30,13 +30,20 @@ class RecordedDrafter(Drafter):
         self._requests[follower.number] = request
         return follower
 
-    def draft(self, follower: Follower, token_ids: Sequence[int], *, limit: int, num_rows: int) -> list[int]:
-        request, choose = self._requests[follower.number], self._random
-        first = len(token_ids) - request.num_prompt_tokens
+    def choose(self, candidates: Sequence[Candidate], *, num_tokens: int, num_rows: int, room: int) -> list[list[int]]:
+        chosen: list[list[int]] = []
+        for candidate in candidates:
+            chosen.append(self._draft(candidate, min(candidate.limit, room)))
+            room -= len(chosen[-1])
+        return chosen
+
+    def _draft(self, candidate: Candidate, limit: int) -> list[int]:
+        request, choose = self._requests[candidate.follower.number], self._random
+        first = len(candidate.token_ids) - request.num_prompt_tokens
         count, num_right = max(0, min(limit, choose.randint(0, MAX_DRAFT))), choose.randint(0, MAX_DRAFT)
         recorded = self._outputs.get(request.request_id, ())
         drafted = list(recorded[first : first + min(count, num_right)])
         return drafted + [choose.randrange(self._vocab_size) for _ in range(count - len(drafted))]
 
-    def expected_gain(self, follower: Follower, num_rows: int) -> float:
+    def gain_of_waiting(self, followers: Sequence[Follower], *, num_rows: int) -> float:
         return self._random.choice([0.0, 1.0])

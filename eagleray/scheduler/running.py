@@ -75,8 +75,6 @@ class StepDraft:
     num_tokens: dict[Run, int] = field(default_factory=dict)
     """Number of tokens of each run that the step computes, without drafts."""
     drafts: dict[Run, list[int]] = field(default_factory=dict)
-    room_for_drafts: int = 0
-    """Number of drafted tokens for which all running requests leave room."""
     new_blocks: dict[Run, list[int]] = field(default_factory=dict)
     new_rows: dict[Run, NewRow] = field(default_factory=dict)
     is_short_of_blocks: bool = False
@@ -88,7 +86,6 @@ class StepDraft:
         if drafted:
             self.drafts[run] = drafted
             self.budget -= len(drafted)
-            self.room_for_drafts -= len(drafted)
 
     def make_plan(self, step: int, freed_rows: list[int]) -> StepPlan:
         """Make the plan of the step with this number."""
@@ -107,7 +104,6 @@ class StepDraft:
     def drop(self, run: Run) -> None:
         """Remove a run that ended before the step was sent."""
         drafted = self.drafts.pop(run, [])
-        self.room_for_drafts += len(drafted)
         self.budget += self.num_tokens.pop(run, 0) + len(drafted)
         self.new_blocks.pop(run, None)
         self.new_rows.pop(run, None)
@@ -132,8 +128,6 @@ class InFlightStep:
     runs: dict[Run, int] = field(default_factory=dict)
     """Runs of the step and the number of tokens that it computes of each, without drafts."""
     drafts: dict[Run, list[int]] = field(default_factory=dict)
-    only_decodes: bool = False
-    """Whether each run computes one token, beside drafts."""
 
     @property
     def num_tokens(self) -> int:

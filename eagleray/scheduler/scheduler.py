@@ -12,7 +12,7 @@ unless `preempt_all` takes them. Methods that change weights or the cache are ca
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Literal
 
@@ -35,15 +35,15 @@ from eagleray.scheduler.prepared_grammars import PreparedGrammars
 from eagleray.scheduler.request import AddressedChunk, Request, Run, new_request
 from eagleray.scheduler.routed_experts import RoutedExpertsStore
 from eagleray.scheduler.running import InFlightStep, RowTable, StepDraft
-from eagleray.scheduler.speculation import Drafter
+from eagleray.scheduler.speculation import Candidate, Drafter
 from eagleray.scheduler.timings import Counters, EngineHistograms
 from eagleray.scheduler.waiting import Backlog
 
 LEAST_GAIN_OF_WAITING = 0.1
-"""Tokens by drafts, in units of the rows, for which a step is not planned ahead of the one before."""
+"""Gain in speed by drafts for which a step is not planned ahead of the one before."""
 
 LEAST_GAIN_OF_TURN = 0.5
-"""Tokens by a draft for which a run gives up its turn in the pipeline, until its last token is known."""
+"""Gain in speed by a draft for which a run gives up its turn in the pipeline, until its last token is known."""
 
 
 class Scheduler:
@@ -302,13 +302,16 @@ class Scheduler:
         its tokens, than by planning ahead."""
         if self._drafter is None or self._num_stages > 1 or not any(flight.runs for flight in self._in_flight):
             return False
-        gain, num_rows = 0.0, len(self._running)
-        for run in self._running:
-            if run.num_drafts:
-                gain += 1  # the next step would go without this run
-            elif run.num_placeholders and run.request.follower is not None:
-                gain += self._drafter.expected_gain(run.request.follower, num_rows)
-        return gain > LEAST_GAIN_OF_WAITING * num_rows
+        if any(run.num_drafts for run in self._running):
+            return True  # a step would go without these runs
+        followers = [
+            run.request.follower
+            for run in self._running
+            if run.num_placeholders and run.request.follower is not None and run.request.follower.source is not None
+        ]
+        if not followers:
+            return False
+        return self._drafter.gain_of_waiting(followers, num_rows=len(self._running)) > LEAST_GAIN_OF_WAITING
 
     def plan(self) -> StepPlan | None:
         """Plan the next step. Returns None if nothing can be computed before a step in flight is applied, or planning
@@ -348,7 +351,7 @@ class Scheduler:
         self._counters.num_steps += 1
         self._histograms.on_step(flight.num_tokens)
         self._histograms.on_masks(result.mask_seconds)
-        if self._drafter is not None and seconds is not None and flight.only_decodes:
+        if self._drafter is not None and seconds is not None and flight.num_tokens:
             self._drafter.costs.add(flight.num_tokens, seconds)
         sampled = {
             row: [token_id, *result.checked_token_ids.get(row, ())]
@@ -402,17 +405,16 @@ class Scheduler:
 
     def _continue_running(self, draft: StepDraft) -> None:
         turn = -(-len(self._running) // self._num_stages)
-        if self._drafter is not None:
-            num_uncomputed = sum(run.num_uncomputed_tokens for run in self._running)
-            draft.room_for_drafts = min(MAX_DRAFT_TOKENS, draft.budget - num_uncomputed)
-        for run in list(self._running):
+        waiting = [run for run in self._running if run.num_uncomputed_tokens > 0 and not self._is_waiting(run)]
+        drafts = {} if self._drafter is None else self._choose_drafts(waiting[:turn], draft.budget, self._drafter)
+        for run in waiting:
             if len(draft.num_tokens) == turn:
                 break
-            if run.num_drafts or self._is_between_stages(run) or self._is_worth_waiting_for(run):
-                continue
             num_tokens = min(run.num_uncomputed_tokens, draft.budget)
             if num_tokens > 0 and run.is_current:
-                drafted = self._draft_tokens(run, draft, turn)
+                drafted = drafts.get(run, [])
+                if drafted and not self._extend_for(run, drafted, draft):
+                    drafted = []
                 if self._reserve(run, num_tokens, draft):
                     draft.add(run, num_tokens, drafted)
         # The runs advance only now, because a later one may have preempted an earlier one.
@@ -420,33 +422,40 @@ class Scheduler:
             run.num_drafts = len(draft.drafts.get(run, ()))
             self._advance(run, num_tokens)
 
-    def _is_worth_waiting_for(self, run: Run) -> bool:
-        """Whether a run waits for its token in the pipeline, which the step could compute without the scheduler knowing
-        it, because a draft behind it gains more than a turn."""
-        if self._drafter is None or self._num_stages == 1 or not run.num_placeholders or run.request.follower is None:
+    def _is_waiting(self, run: Run) -> bool:
+        """Whether no step may compute the run before one in flight is applied, or before the pipeline has its token."""
+        if run.num_drafts or self._is_between_stages(run):
+            return True
+        follower = run.request.follower
+        if self._drafter is None or self._num_stages == 1 or not run.num_placeholders or follower is None:
             return False
-        return self._drafter.expected_gain(run.request.follower, len(self._running)) > LEAST_GAIN_OF_TURN
+        return self._drafter.gain_of_waiting([follower], num_rows=1) > LEAST_GAIN_OF_TURN
 
-    def _draft_tokens(self, run: Run, draft: StepDraft, num_rows: int) -> list[int]:
-        """Return the drafts to compute behind the last token of the run, for which there are blocks; none if that token
-        is not known, or not the only one to compute."""
-        request = run.request
-        if self._drafter is None or request.follower is None or run.num_placeholders or run.num_uncomputed_tokens != 1:
-            return []
-        # A step samples one token more than it accepts.
-        limit = min(
-            request.max_num_tokens - len(request.token_ids) - 1,
-            draft.room_for_drafts,
-        )
-        drafted = self._drafter.draft(request.follower, request.token_ids, limit=limit, num_rows=num_rows)
-        if not drafted:
-            return []
-        added = self._cache.extend(run, len(request.token_ids) + len(drafted))
-        if added is None:
-            return []
+    def _choose_drafts(self, runs: Sequence[Run], budget: int, drafter: Drafter) -> dict[Run, list[int]]:
+        """Return the drafts to compute behind the last tokens of some of these runs: those whose last token is known
+        and the only one to compute."""
+        num_tokens = sum(run.num_uncomputed_tokens for run in runs)
+        room = min(MAX_DRAFT_TOKENS, budget - num_tokens)
+        candidates = {}
+        for run in runs:
+            request = run.request
+            if request.follower is None or run.num_placeholders or run.num_uncomputed_tokens != 1:
+                continue
+            # A step samples one token more than it accepts.
+            limit = min(room, request.max_num_tokens - len(request.token_ids) - 1)
+            if limit > 0:
+                candidates[run] = Candidate(request.follower, request.token_ids, limit)
+        if not candidates:
+            return {}
+        chosen = drafter.choose(list(candidates.values()), num_tokens=num_tokens, num_rows=len(runs), room=room)
+        return {run: drafted for run, drafted in zip(candidates, chosen, strict=True) if drafted}
+
+    def _extend_for(self, run: Run, drafted: list[int], draft: StepDraft) -> bool:
+        """Extend the block table of a run for its drafts, unless too few blocks are free."""
+        added = self._cache.extend(run, len(run.request.token_ids) + len(drafted))
         if added:
             draft.new_blocks[run] = added
-        return drafted
+        return added is not None
 
     def _is_between_stages(self, run: Run) -> bool:
         """Whether the run's next token is being computed by a step in the pipeline. A further step of the run would
@@ -541,10 +550,7 @@ class Scheduler:
 
     def _make_plan(self, draft: StepDraft) -> StepPlan:
         plan = draft.make_plan(self._next_step, self._running.pop_freed_rows())
-        only_decodes = len(draft.num_tokens) == sum(draft.num_tokens.values())
-        flight = InFlightStep(
-            self._next_step, self._weight_version, draft.num_tokens, drafts=draft.drafts, only_decodes=only_decodes
-        )
+        flight = InFlightStep(self._next_step, self._weight_version, draft.num_tokens, draft.drafts)
         self._in_flight.append(flight)
         self._next_step += 1
         self._is_rewound = False

@@ -3,13 +3,14 @@
 A request follows a place at which its last tokens occurred before: as long as its tokens equal those behind that place,
 these are predicted to continue, and when one differs, another place is looked up. Predictions are compared with the
 tokens that come whether a step checks them or not, so how often a request's predictions are right is known also while
-its drafts are off. A draft ends before the first token whose probability is lower than its share of a step's time. None
-of this changes a token.
+its drafts are off. The drafts of a step are those with which it is expected to make most tokens in a second, by the
+measured times of steps. None of this changes a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from eagleray.config.speculation import Speculation
 from eagleray.scheduler.follower import Follower, Predictions
@@ -33,11 +34,20 @@ FORGET_CLASS = 0.998
 PRIOR_RIGHT, PRIOR_PREDICTIONS = 3.0, 4.0
 """Predictions that each class begins with."""
 
-MARGIN = 1.1
-"""A token is drafted if its probability is this many times its share of a step's time."""
+LEAST_GAIN = 0.03
+"""Expected gain in speed below which nothing is drafted."""
 
-LEAST_PROBABILITY = 0.05
+LEAST_PROBABILITY = 0.1
 """No token is drafted below this probability, however cheap it seems."""
+
+
+class Candidate(NamedTuple):
+    """A request for which tokens may be drafted."""
+
+    follower: Follower
+    token_ids: Sequence[int]
+    limit: int
+    """Most tokens of its draft."""
 
 
 class Drafter:
@@ -86,43 +96,52 @@ class Drafter:
         for end in range(first + 1, follower.num_indexed + 1):
             self._index.insert(follower.number, end)
 
-    def draft(self, follower: Follower, token_ids: Sequence[int], *, limit: int, num_rows: int) -> list[int]:
-        """Return the tokens to check behind a request's tokens in a step of `num_rows` rows, at most `limit`; empty if
-        none is worth its time."""
-        source, place = follower.source, follower.place
-        if source is None:
-            return []
-        limit = min(limit, self._max_tokens)
-        threshold = self._threshold(num_rows)
-        drafted: list[int] = []
-        for probability in self._probabilities(follower, limit):
-            index = place + len(drafted)
-            if probability < threshold or (index >= len(source) and source is not token_ids):
-                break
-            # A request that repeats its own last tokens is predicted to go on with the draft itself.
-            drafted.append(source[index] if index < len(source) else drafted[index - len(source)])
-        return drafted
+    def choose(self, candidates: Sequence[Candidate], *, num_tokens: int, num_rows: int, room: int) -> list[list[int]]:
+        """Return the tokens to check behind those of each candidate, in a step with `num_tokens` other tokens and
+        `num_rows` rows. `room`: most drafted tokens of the step."""
+        probabilities = [self._probabilities(one.follower, min(one.limit, self._max_tokens)) for one in candidates]
+        counts, _ = self._best_counts(probabilities, num_tokens=num_tokens, num_rows=num_rows, room=room)
+        return [_predicted(one, count) for one, count in zip(candidates, counts, strict=True)]
 
-    def expected_gain(self, follower: Follower, num_rows: int) -> float:
-        """Return the expected number of accepted tokens, if a draft waits for a token that is being computed."""
-        if follower.source is None:
-            return 0.0
-        threshold = self._threshold(num_rows)
-        probabilities = self._probabilities(follower, self._max_tokens + 1)
-        return sum(probability for probability in probabilities[1:] if probability >= threshold)
+    def gain_of_waiting(self, followers: Sequence[Follower], *, num_rows: int) -> float:
+        """Return the expected gain in speed if drafts are checked behind the tokens that are being computed, instead of
+        planning a step of `num_rows` rows ahead: 0.1 means a tenth more tokens in a second."""
+        # The first predicted token is being computed without a draft.
+        probabilities = [self._probabilities(follower, self._max_tokens + 1)[1:] for follower in followers]
+        room = self.costs.most_tokens
+        return self._best_counts(probabilities, num_tokens=num_rows, num_rows=num_rows, room=room)[1]
 
     def on_checked(self, num_accepted: int) -> None:
         """Count the accepted tokens of a draft."""
         for position in range(num_accepted):
             self.num_accepted[position] += 1
 
-    def _threshold(self, num_rows: int) -> float:
-        """Return the least probability of a token that is worth its time in a step of `num_rows` rows."""
-        return max(LEAST_PROBABILITY, MARGIN * self.costs.share_of_token(num_rows))
+    def _best_counts(
+        self, probabilities: Sequence[Sequence[float]], *, num_tokens: int, num_rows: int, room: int
+    ) -> tuple[list[int], float]:
+        """Return how many tokens of each draft make a step fastest, in tokens per second, and the gain in speed; none
+        if the gain is too small. `probabilities`: that each token of a draft is accepted."""
+        counts = [0] * len(probabilities)
+        in_order = sorted(
+            ((-one, index) for index, each in enumerate(probabilities) for one in each if one >= LEAST_PROBABILITY)
+        )
+        room = min(room, self.costs.most_tokens - num_tokens)
+        expected, without = float(num_rows), num_rows / self.costs.seconds(num_tokens)
+        best_speed, best = without * (1 + LEAST_GAIN), 0
+        for number, (probability, _) in enumerate(in_order[: max(0, room)], 1):
+            expected -= probability
+            if (speed := expected / self.costs.seconds(num_tokens + number)) > best_speed:
+                best_speed, best = speed, number
+        for _, index in in_order[:best]:
+            counts[index] += 1
+        return counts, best_speed / without - 1 if best else 0.0
 
     def _probabilities(self, follower: Follower, count: int) -> list[float]:
         """Return the probabilities that the first 1, 2, ... `count` predicted tokens are all right."""
-        probabilities, all_right = [], 1.0
+        probabilities: list[float] = []
+        if follower.source is None:
+            return probabilities
+        all_right = 1.0
         seen, length = follower.seen, follower.match_length
         for _ in range(count):
             of_class = self._classes[min(length, MAX_MATCH).bit_length()]
@@ -130,6 +149,21 @@ class Drafter:
             probabilities.append(all_right)
             length += 1
         return probabilities
+
+
+def _predicted(candidate: Candidate, count: int) -> list[int]:
+    """Return the predicted next `count` tokens of a request, or fewer if the tokens that it follows end."""
+    source, place = candidate.follower.source, candidate.follower.place
+    drafted: list[int] = []
+    while source is not None and len(drafted) < count:
+        index = place + len(drafted)
+        if index < len(source):
+            drafted.append(source[index])
+        elif source is candidate.token_ids:  # it repeats its own last tokens: the draft goes on with itself
+            drafted.append(drafted[index - len(source)])
+        else:
+            break
+    return drafted
 
 
 def _lengths(least: int, most: int) -> list[int]:

@@ -1,61 +1,77 @@
-"""The measured time of steps that only decode, as a line over their tokens. Pure.
+"""The measured time of steps by the number of their tokens. Pure.
 
-Whether drafts pay depends on the time of a further token in a step. It is fitted to the steps that have been applied,
-of which older ones count less. A wrong estimate costs time and changes no token.
+Whether drafts pay depends on the time of further tokens in a step. On a CPU it is nothing for a few tokens, as long as
+the step takes the time to read the weights, and then grows with each, so it is measured for classes of numbers of
+tokens, and interpolated between them. A wrong estimate costs time and changes no token.
 """
 
 from __future__ import annotations
 
-FORGET = 0.99
-"""Weight of a step relative to the one after it."""
+from bisect import bisect_left
 
-PRIOR_SHARE = 0.15
-"""Time of a further token before any is measured, in units of the time per token. It is low, so that drafts are tried,
-which shows what they cost."""
+LARGEST_OF_CLASS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+"""Largest number of tokens of each class but the last."""
 
-PRIOR_WEIGHT = 4.0
-"""Weight of that assumption, as a variance of tokens of a step."""
+NEWEST = 0.3
+"""Weight of the newest step in the mean of its class."""
 
-MAX_EXCESS = 4.0
-"""A step counts at most this many times as long as expected, because something else was delayed."""
+MAX_EXCESS = 2.0
+"""A step counts at most this many times as long as the mean of its class, because something else was delayed."""
+
+FORGET = 0.9995
+"""Factor of the time of a class for each step that is not of it, so that a class is tried again in the end."""
+
+FURTHER_TOKEN = 0.25
+"""Time of a further token beyond all classes that were measured, in units of the time per token of the last one. It is
+low, so that larger steps are tried."""
 
 
 class StepCosts:
-    """Decayed moments of tokens and seconds of steps."""
+    """Means of tokens and seconds of each class of steps."""
 
     def __init__(self) -> None:
-        self._weight = 0.0
-        self._tokens = 0.0
-        self._seconds = 0.0
-        self._tokens_squared = 0.0
-        self._product = 0.0
+        self._means: dict[int, tuple[float, float]] = {}
+        self._num_steps = 0
+        self._last_step: dict[int, int] = {}
+        self._points: list[tuple[float, float]] = []
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Count a step that computed these tokens, one for each row and the drafts."""
-        if self._weight > 1:
-            seconds = min(seconds, MAX_EXCESS * max(self._expected(num_tokens), self._seconds / self._weight))
-        self._weight = FORGET * self._weight + 1
-        self._tokens = FORGET * self._tokens + num_tokens
-        self._seconds = FORGET * self._seconds + seconds
-        self._tokens_squared = FORGET * self._tokens_squared + num_tokens * num_tokens
-        self._product = FORGET * self._product + num_tokens * seconds
+        """Count a step."""
+        self._num_steps += 1
+        index = bisect_left(LARGEST_OF_CLASS, num_tokens)
+        if (mean := self._means.get(index)) is None:
+            self._means[index] = num_tokens, seconds
+        else:
+            seconds = min(seconds, MAX_EXCESS * mean[1])
+            self._means[index] = mean[0] + NEWEST * (num_tokens - mean[0]), mean[1] + NEWEST * (seconds - mean[1])
+        self._last_step[index] = self._num_steps
+        self._points = self._rising_points()
 
-    def share_of_token(self, num_tokens: int) -> float:
-        """Return the time of a further token, in units of the time per token of a step with `num_tokens` tokens."""
-        if self._weight == 0:
-            return PRIOR_SHARE
-        return max(0.0, self._slope() * num_tokens / max(self._expected(num_tokens), 1e-9))
+    @property
+    def most_tokens(self) -> int:
+        """Number of tokens of a step that is at most twice as large as all that were measured."""
+        return 2 * LARGEST_OF_CLASS[min(max(self._means, default=0), len(LARGEST_OF_CLASS) - 1)]
 
-    def _expected(self, num_tokens: int) -> float:
-        """Return the time of a step with these tokens, at least half of that of an average step per token."""
-        mean_tokens, mean_seconds = self._tokens / self._weight, self._seconds / self._weight
-        fitted = mean_seconds + self._slope() * (num_tokens - mean_tokens)
-        return max(fitted, 0.5 * mean_seconds * min(1.0, num_tokens / mean_tokens))
+    def seconds(self, num_tokens: int) -> float:
+        """Return the expected time of a step. In units of anything before the first step."""
+        points = self._points
+        if not points:
+            return 1.0 + FURTHER_TOKEN * num_tokens
+        at = bisect_left(points, (num_tokens, 0.0))
+        if at == len(points):
+            last_tokens, last = points[-1]
+            return last + (num_tokens - last_tokens) * FURTHER_TOKEN * last / last_tokens
+        tokens, seconds = points[at]
+        if at == 0:
+            return seconds
+        before, seconds_before = points[at - 1]
+        return seconds_before + (seconds - seconds_before) * (num_tokens - before) / (tokens - before)
 
-    def _slope(self) -> float:
-        mean_tokens, mean_seconds = self._tokens / self._weight, self._seconds / self._weight
-        variance = self._tokens_squared / self._weight - mean_tokens**2
-        covariance = self._product / self._weight - mean_tokens * mean_seconds
-        prior = PRIOR_SHARE * mean_seconds / mean_tokens
-        weight = PRIOR_WEIGHT / self._weight
-        return max(0.0, (covariance + weight * prior) / (variance + weight))
+    def _rising_points(self) -> list[tuple[float, float]]:
+        """Return tokens and seconds of the classes, where a larger step takes at least the time of smaller ones."""
+        points: list[tuple[float, float]] = []
+        longest = 0.0
+        for index, (tokens, seconds) in sorted(self._means.items()):
+            longest = max(longest, seconds * FORGET ** (self._num_steps - self._last_step[index]))
+            points.append((tokens, longest))
+        return points

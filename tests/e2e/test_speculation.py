@@ -56,4 +56,4 @@ def test_drafts_right_and_wrong_answers_are_the_same_bits(tmp_path, monkeypatch,
 
     monkeypatch.setattr(startup, "Drafter", make_drafter)
     assert_equal(answers(checkpoint, speculative_config=SPECULATION, **options), expected)
-    assert min(drafters[-1].num_accepted) > 0
+    assert sum(drafters[-1].num_accepted[1:]) > 0

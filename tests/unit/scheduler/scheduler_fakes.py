@@ -363,7 +363,14 @@ class RandomDrafter(Drafter):
         self._seeds[follower.number] = request.sampling.seed
         return follower
 
-    def draft(self, follower, token_ids, *, limit, num_rows):
+    def choose(self, candidates, *, num_tokens, num_rows, room):
+        chosen = []
+        for follower, token_ids, limit in candidates:
+            chosen.append(self._draft(follower, token_ids, min(limit, room)))
+            room -= len(chosen[-1])
+        return chosen
+
+    def _draft(self, follower, token_ids, limit):
         choose = self._random
         num_right, tokens = choose.randrange(5), list(token_ids)
         digests = []
@@ -372,7 +379,7 @@ class RandomDrafter(Drafter):
             tokens.append(token_after(digests[-1]) if number < num_right else choose.randrange(VOCAB_SIZE))
         return tokens[len(token_ids) :]
 
-    def expected_gain(self, follower, num_rows):
+    def gain_of_waiting(self, followers, *, num_rows):
         return self._random.choice([0.0, 0.0, 1.0])
 
 
