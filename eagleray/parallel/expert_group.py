@@ -8,12 +8,14 @@ Ranks on one node exchange rows through shared memory and watch each other's pro
 break when a process exits. When a member is gone, an operation raises `ExpertGroupBroken`: on all tensor-parallel ranks
 of an engine in the same operation, so that they stay in step with each other. Shared memory guarantees that by itself
 (`rounds.py`); over connections these ranks check with each other after every operation. On GPUs an operation has only
-begun when it returns, so whoever waits for its result watches the processes meanwhile (`check_processes`).
+begun when it returns, so whoever waits for its result watches the processes meanwhile (`check_processes`,
+`wait_until_done`).
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from eagleray.errors import ChannelClosed, ExpertGroupBroken
+from eagleray.errors import ChannelClosed, DeadlineExceeded, ExpertGroupBroken
 from eagleray.messages.workers import EngineOpened, GroupOpened
 from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
 from eagleray.parallel.group import RehearsalGroup, SingleRankGroup, TensorParallelGroup
@@ -32,6 +34,7 @@ from eagleray.parallel.mesh import SINGLE_ENGINE, EnginePosition
 from eagleray.parallel.process_watcher import ProcessWatcher
 from eagleray.parallel.rendezvous import LOOPBACK, bind_store, reach_store
 from eagleray.parallel.shared_memory import Segment, SharedMemoryGroup
+from eagleray.parallel.timeouts import OPERATION_TIMEOUT_SECONDS, SLEEP_SECONDS
 from eagleray.transport.shared_rings import supports_shared_memory
 
 KIND = "expert"
@@ -157,6 +160,29 @@ class ExpertGroup:
             return None
         self._mark_broken(ChannelClosed("a process of this host has exited"))
         return self._reason
+
+    def wait_until_done(self) -> None:
+        """Return when the operations so far are done and their results have arrived; on CPUs they are when they return.
+
+        Raises `ExpertGroupBroken` if another rank's process on this host has exited meanwhile: the results may be
+        anything then. Raises `DeadlineExceeded` after `OPERATION_TIMEOUT_SECONDS`.
+        """
+        if self.spans_engines and self._device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self._device))
+            self._wait_until(done.query, timeout=OPERATION_TIMEOUT_SECONDS)
+
+    def _wait_until(self, is_done: Callable[[], bool], *, timeout: float) -> None:
+        due = time.monotonic() + timeout
+        while not is_done():
+            if self.check_processes() is not None:
+                break
+            if time.monotonic() >= due:
+                raise DeadlineExceeded(f"the group of epoch {self.epoch} that shares the experts: waited {timeout:g} s")
+            time.sleep(SLEEP_SECONDS)
+        # An operation that was ended because its group is broken counts as done.
+        if self.check_processes() is not None or self._group is None:
+            raise ExpertGroupBroken(self._reason)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -100,12 +100,15 @@ class Rebalancer:
             self._seen = self._trace.counts.clone()
             return None
         group, layers = self._group, self._layers
-        load = group.all_reduce(self._trace.counts.clone()).cpu().numpy()  # [num_layers, num_experts]
+        load = self._on_host(group.all_reduce(self._trace.counts.clone())).numpy()  # [num_layers, num_experts]
         present, may_move = self._gather_experts(layers, has_memory=has_memory)
         stays = group.rank not in leaving
         per_rank = self._layout.slots_per_rank(group.size - len(leaving))
         shortage = self._find_shortage(per_rank) if leaving and stays else None
-        if leaving and group.all_reduce(torch.full_like(self._seen[:1, :1], shortage is not None)).item():
+        if (
+            leaving
+            and self._on_host(group.all_reduce(torch.full_like(self._seen[:1, :1], shortage is not None))).item()
+        ):
             leaving, stays, per_rank = (), True, self._layout.slots_per_rank(group.size)
         placed: list[Slots] = []
         lost: list[tuple[MoeBlock, int, int]] = []
@@ -129,7 +132,8 @@ class Rebalancer:
                         slots.local_experts[move.target % per_rank] = move.expert
                 placed.append(new)
             self._restore(lost, now=may_move)
-            group.all_reduce(torch.zeros_like(self._seen[:1, :1]))  # from here on every rank has all of its experts
+            self._on_host(group.all_reduce(torch.zeros_like(self._seen[:1, :1])))
+            # From here on every rank has all of its experts.
             for block, slots in layers:
                 if stays and len(slots.local_experts) > per_rank:
                     self._check_memory(may_move)
@@ -176,11 +180,17 @@ class Rebalancer:
         size, device = self._group.size, self._seen.device
         own = [slots.local_experts for _, slots in layers]
         width = max(map(len, own))
-        facts = self._group.all_gather(torch.tensor([[width, int(has_memory)]], device=device), [1] * size).cpu()
+        own_facts = torch.tensor([[width, int(has_memory)]], device=device)
+        facts = self._on_host(self._group.all_gather(own_facts, [1] * size))
         width = int(facts[:, 0].max())
         padded = torch.tensor([experts + [ABSENT] * (width - len(experts)) for experts in own], device=device)
-        gathered = self._group.all_gather(padded.T.contiguous(), [width] * size).cpu().numpy()
+        gathered = self._on_host(self._group.all_gather(padded.T.contiguous(), [width] * size)).numpy()
         return list(gathered.T.reshape(len(layers), size, width)), bool(facts[:, 1].min())
+
+    def _on_host(self, result: Tensor) -> Tensor:
+        """Return the result of an operation of the group, which may break until it has arrived."""
+        self._group.wait_until_done()
+        return result.cpu()
 
     @staticmethod
     def _check_memory(has_memory: bool) -> None:
@@ -190,10 +200,12 @@ class Rebalancer:
     def _may_all_move(self, may_move: bool) -> bool:
         """Whether `may_move` is true on all ranks. It may differ: ranks open and close updates in different steps."""
         num_that_keep = torch.tensor([int(not may_move)], dtype=self._seen.dtype, device=self._seen.device)
-        return int(self._group.all_reduce(num_that_keep).item()) == 0
+        return int(self._on_host(self._group.all_reduce(num_that_keep)).item()) == 0
 
     def _rebalance(self) -> None:
-        load = self._group.all_reduce(self._trace.counts - self._seen).cpu().numpy()  # [num_layers, num_experts]
+        load = self._on_host(
+            self._group.all_reduce(self._trace.counts - self._seen)
+        ).numpy()  # [num_layers, num_experts]
         self._seen = self._trace.counts.clone()
         size, before, after, num_moves = self._group.size, 0.0, 0.0, 0
         for (block, slots), tokens in zip(self._layers, load, strict=True):
@@ -218,8 +230,9 @@ class Rebalancer:
             )
 
     def _exchange(self, block: MoeBlock, needed: Sequence[Move], *, source_width: int, target_width: int) -> None:
-        """Copy the weights to their new expert slots. All are read before any is written. The widths are the numbers of
-        slots of each rank by which sources and targets are counted."""
+        """Copy the weights to their new expert slots. All are read before any is written, and all have arrived: if the
+        group breaks, the slots keep what they have. The widths are the numbers of slots of each rank by which sources
+        and targets are counted."""
         rank, size = self._group.rank, self._group.size
         ends = [(move, move.source // source_width, move.target // target_width) for move in needed]
         sent = [(move, target) for move, source, target in ends if source == rank and target != rank]
@@ -233,6 +246,7 @@ class Rebalancer:
         send_counts = [sum(target == other for _, target in sent) for other in range(size)]
         receive_counts = [sum(source == other for _, source in received) for other in range(size)]
         arrived = self._group.all_to_all(rows, send_counts, receive_counts)
+        self._group.wait_until_done()
         for move, weights in zip([*here, *(move for move, _ in received)], [*copies, *arrived], strict=True):
             _write(block, move.target % target_width, weights)
         self.num_moved += len(received)

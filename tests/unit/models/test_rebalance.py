@@ -22,6 +22,7 @@ from eagleray.models.base import Model
 from eagleray.models.moe import rebalance
 from eagleray.models.moe.layout import ExpertOptions
 from eagleray.models.moe.rebalance import Rebalancer
+from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.parallel.groups import Groups
 from eagleray.parallel.mesh import EnginePosition
 
@@ -226,8 +227,11 @@ def test_on_group_formed_other_engines_experts_come_from_ranks_that_have_them(sk
             engines[rank].experts.set_position(EnginePosition(size=size))
         models[rank] = load(skewed, groups=engines[rank], experts=experts)
 
-    def form(*ranks: int, leaving: tuple[int, ...] = (), breaks_at: int | None = None) -> list[list[list[int]]]:
-        """Form a group and return the experts of each rank by layer. The last one exits in the layer `breaks_at`."""
+    def form(
+        *ranks: int, leaving: tuple[int, ...] = (), breaks_at: int | None = None, arrives: bool = True
+    ) -> list[list[list[int]]]:
+        """Form a group and return the experts of each rank by layer. The last one exits in the layer `breaks_at`, where
+        the exchange has begun if not `arrives`, as on a GPU."""
         epoch = next(epochs)
         members = [
             EngineOpened(
@@ -241,7 +245,21 @@ def test_on_group_formed_other_engines_experts_come_from_ranks_that_have_them(sk
         left = [ranks.index(rank) for rank in leaving]
 
         def synchronize(rank: int) -> None:
-            if breaks_at is not None and rank == ranks[-1]:
+            if breaks_at is not None and not arrives:
+                group, sent = engines[rank].experts, iter(range(100))
+
+                def begin(rows, send_counts, receive_counts):
+                    if next(sent) < breaks_at:
+                        return ExpertGroup.all_to_all(group, rows, send_counts, receive_counts)
+                    group.wait_until_done = break_group
+                    return rows.new_full((sum(receive_counts), *rows.shape[1:]), 255)
+
+                def break_group():
+                    del group.wait_until_done, group.all_to_all
+                    raise ExpertGroupBroken("it has not arrived")
+
+                group.all_to_all = begin
+            elif breaks_at is not None and rank == ranks[-1]:
                 exchange, count = models[rank].rebalancer._exchange, iter(range(100))
 
                 def exit_before(*args, **widths):
@@ -283,6 +301,11 @@ def test_on_group_formed_other_engines_experts_come_from_ranks_that_have_them(sk
     form(0, 1, 2, breaks_at=1)
     check(form(0, 1), (NUM_EXPERTS + redundant) // 2)  # nothing of the first two is lost
     assert torch.equal(compute(1, 0, 1), expected)
+    add(2, size=3)
+    form(0, 1, 2, breaks_at=1, arrives=False)
+    engines[2].close()
+    check(form(0, 1), (NUM_EXPERTS + redundant) // 2)
+    assert torch.equal(compute(1, 0, 1), expected), "nothing is overwritten before it has arrived"
     add(2, size=4)
     check(form(0, 1, 2), -(-(NUM_EXPERTS + redundant) // 3))
     assert torch.equal(compute(2, 0, 1, 2), expected)

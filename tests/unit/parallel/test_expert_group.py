@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -227,8 +228,15 @@ def test_expert_group_of_gpus_is_left_when_a_process_of_this_host_exits():
     group._group = RehearsalGroup(0, 2)
     group._watcher = ProcessWatcher([os.getpid(), other.pid])
     assert group.check_processes() is None
+    asked = itertools.count()
+    group._wait_until(lambda: next(asked) == 2, timeout=10.0)
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.01 s"):
+        group._wait_until(lambda: False, timeout=0.01)
     other.communicate(b"\n")
-    assert "a process of this host has exited" in group.check_processes()
+    with pytest.raises(ExpertGroupBroken, match="a process of this host has exited"):
+        group._wait_until(lambda: False, timeout=10.0)
+    with pytest.raises(ExpertGroupBroken, match="a process of this host has exited"):
+        group._wait_until(lambda: True, timeout=10.0)  # leaving the group has ended the operation
     with pytest.raises(ExpertGroupBroken, match="a process of this host has exited"):
         group.all_reduce(torch.ones(2))
     assert group.check_processes() is None, "it is told once"
