@@ -73,7 +73,8 @@ def _metrics(ledger: Ledger) -> Metrics:
     """Return the metrics of a server with an engine that has counted nothing yet."""
     counted = {name: Distribution([0] * (len(bounds) + 1), 0.0) for name, bounds in BOUNDS.items()}
     zeros = dict.fromkeys(_counts(), 0)
-    stats = EngineStats(engine=EngineId("", 0), distributions=EngineDistributions(**counted), **zeros)
+    distributions = EngineDistributions(**counted)
+    stats = EngineStats(engine=EngineId("", 0), distributions=distributions, accepted_by_position=[0], **zeros)
     return Metrics(
         "",
         ledger,
