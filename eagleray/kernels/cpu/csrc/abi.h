@@ -41,6 +41,19 @@ typedef struct {
   float limit;
 } CClampedSwiglu;
 
+enum { SCALE_FLOAT16, SCALE_BFLOAT16, SCALE_FLOAT32 };
+
+// The codes of a weight of few bits. A group of consecutive inputs of an output shares a scale, and perhaps an offset:
+// a number of the weight is scale * value + offset.
+typedef struct {
+  int64_t bits;         // of a code: 4 or 8
+  int64_t size;         // inputs of a group: 16, 32, 64 or 128; k is a multiple of it
+  int64_t scale_kind;   // of scales and offsets: SCALE_*
+  int64_t has_offsets;
+  const void* values;   // bfloat16: [16] of the codes of 4 bits; [128] of the lower seven of 8 bits, where the eighth is
+                        // the sign of the value
+} CGrouping;
+
 typedef struct {
   const void* x;          // T [*, k]; if k is odd, a zero follows each row of bfloat16
   int64_t x_stride;
@@ -54,6 +67,7 @@ typedef struct {
   CClampedSwiglu swiglu;  // of EPILOGUE_CLAMPED_SWIGLU
   void* y;                // [num_rows, n] float, or if gated [num_rows, inner] T
   int64_t y_stride;
+  const CGrouping* grouping;  // of a weight that `er_pack_grouped` packed, for x of bfloat16; null: T, packed
 } CProduct;
 
 // The number of elements of a packed weight of n outputs.
@@ -69,6 +83,22 @@ void er_pack_gate_up(const void* gate, const void* up, int64_t stride, int64_t i
 // out: [k], of `dtype`, or float if `as_float`.
 void er_unpack_row(const void* packed, int64_t row, int64_t k, void* out, int dtype, int as_float);
 
+// The number of bytes of a packed weight of n outputs; of gate and up 2 * inner, where inner is rounded up to NUM_LANES.
+int64_t er_grouped_size(const CGrouping* grouping, int64_t n, int64_t k);
+
+// codes: [n, k] bytes, one code each; scales, offsets: [n, k / size]; the rows are contiguous. If `inner` is above 0,
+// these are the rows of gate [inner] and then of up, which are packed as by `er_pack_gate_up`.
+void er_pack_grouped(const CGrouping* grouping, const void* codes, const void* scales, const void* offsets, int64_t n,
+                     int64_t k, int64_t inner, void* out, int num_threads);
+
+// weight: [n, k] of `dtype`; codes: [n, k] of -8, ..., 7, from 0 on, or of 8 bits with a sign; scales: [n, k / size] of
+// float16. Groups of 4 bits have the scale of about the least squared error.
+void er_quantize(const void* weight, int64_t n, int64_t k, int bits, int64_t size, void* codes, void* scales, int dtype,
+                 int num_threads);
+
+// out: [k]
+void er_unpack_grouped_row(const CGrouping* grouping, const void* packed, int64_t row, int64_t k, float* out);
+
 void er_multiply(const CProduct* products, int64_t count, int dtype, int num_threads);
 
 // ---- hidden states
@@ -77,9 +107,9 @@ void er_multiply(const CProduct* products, int64_t count, int dtype, int num_thr
 void er_normalize(const float* x, int64_t stride, int64_t num_rows, int64_t size, const float* weight, float eps,
                   void* out, int64_t out_stride, int dtype, int num_threads);
 
-// values: the rows of the tokens first, first + 1, ..., packed as a weight if `is_packed`; out: [num_rows, size], zeros
-// for the tokens that the table does not have.
-void er_embed(const void* values, int is_packed, int64_t size, int64_t first, int64_t num_own,
+// values: the rows of the tokens first, first + 1, ..., packed as a weight if `is_packed`, or by `er_pack_grouped` if
+// there is a grouping; out: [num_rows, size], zeros for the tokens that the table does not have.
+void er_embed(const void* values, int is_packed, const CGrouping* grouping, int64_t size, int64_t first, int64_t num_own,
               const int32_t* token_ids, int64_t num_rows, float* out, int dtype, int num_threads);
 
 // out += x
@@ -153,6 +183,8 @@ typedef struct {
   int64_t inner;                     // features of an expert, or of this rank's shard of it
   const void* const* gate_up;        // by slot, T packed by `er_pack_gate_up`
   const void* const* down;           // by slot, T packed by `er_pack`
+  const CGrouping* gate_up_grouping;  // of weights that `er_pack_grouped` packed; null: T
+  const CGrouping* down_grouping;
   const float* const* gate_up_bias;  // by slot, [2 * inner]; null: no expert has one
   const float* const* down_bias;     // by slot, [hidden]; null: no expert has one
   int64_t epilogue;                    // of gate and up
@@ -285,6 +317,7 @@ typedef struct {
   int64_t out;         // float
   const void* values;
   int64_t is_packed;
+  const CGrouping* grouping;  // of values that `er_pack_grouped` packed; null: T
   int64_t size;
   int64_t first;
   int64_t num_own;
@@ -307,6 +340,7 @@ typedef struct {
   CClampedSwiglu swiglu;
   const void* weight;
   const float* bias;
+  const CGrouping* grouping;     // of a weight that `er_pack_grouped` packed; null: T
   const CAdapterSite* adapters;  // null: the product has none
 } CMultiply;
 

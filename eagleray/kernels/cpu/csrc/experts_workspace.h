@@ -72,9 +72,10 @@ void list_products(const CExperts& experts, const ExpertRows<T>& rows, const Wor
     const float* gate_up_bias = experts.gate_up_bias ? experts.gate_up_bias[slot] : nullptr;
     const float* down_bias = experts.down_bias ? experts.down_bias[slot] : nullptr;
     *first++ = {rows.x, rows.x_stride, workspace.pairs.tokens + begin, count, gate_up, 2 * experts.inner,
-                experts.hidden, gate_up_bias, experts.epilogue, experts.swiglu, inner, workspace.inner_stride};
+                experts.hidden, gate_up_bias, experts.epilogue, experts.swiglu, inner, workspace.inner_stride,
+                experts.gate_up_grouping};
     *second++ = {inner, workspace.inner_stride, nullptr, count, down, experts.hidden, experts.inner,
-                 down_bias, EPILOGUE_STORE, {}, output, experts.hidden};
+                 down_bias, EPILOGUE_STORE, {}, output, experts.hidden, experts.down_grouping};
   }
 }
 

@@ -14,6 +14,7 @@
 #endif
 
 #include "adapters.h"
+#include "grouped_tile.h"
 #include "product_tile.h"
 
 namespace eagleray {
@@ -25,15 +26,24 @@ constexpr int BLOCK_TILES = 8;
 constexpr int FEW_TILES = 2;         // up to this many, rows are not interleaved
 constexpr int BLOCK_PAIRS = 1024;    // along k, if there are several tiles: 4 KB of a row, 128 KB of a panel
 constexpr int BLOCK_PANELS = 4;      // computed for one part of k before the next part, if k has several
-constexpr int PREFETCH_BYTES = 12288;  // distance of prefetching where a panel is read once
 
 int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
 
-// This thread's memory for the interleaved rows of a block. It is kept, and grows to the size of the largest block.
-uint32_t* row_memory(int64_t words) {
-  static thread_local std::vector<uint32_t> memory;
-  if (int64_t(memory.size()) < words) memory.resize(words);
-  return memory.data();
+// Memory of this thread for the blocks that it computes. It is kept, and grows to the size of the largest block.
+struct BlockMemory {
+  std::vector<uint32_t> rows;     // interleaved
+  std::vector<float> input_sums;  // [num_rows][groups of k]
+
+  template <class Number>
+  static Number* reserve(std::vector<Number>& memory, int64_t count) {
+    if (int64_t(memory.size()) < count) memory.resize(count);
+    return memory.data();
+  }
+};
+
+BlockMemory& block_memory() {
+  static thread_local BlockMemory memory;
+  return memory;
 }
 
 // A range of a product's rows.
@@ -48,32 +58,20 @@ class Block {
         num_rows(rows.end - rows.begin),
         num_tiles(divide_up(num_rows, TILE_ROWS<T>)),
         num_pairs(divide_up(product.k, PAIR<T>)) {
-    for (int64_t row = 0; row < num_rows; row++) {
-      int64_t source = product.x_rows ? product.x_rows[begin + row] : begin + row;
-      x[row] = product.x + source * product.x_stride;
-    }
+    for (int64_t row = 0; row < num_rows; row++) x[row] = product.x + source_of(row) * product.x_stride;
     if (is_interleaved()) interleave_tiles();
     if (product.adapters) adapters.emplace(*product.adapters, rows);
   }
 
-  // Compute panel after panel. A long k is divided into parts; each part is computed for a few panels, whose sums are
-  // kept until the next part.
   void multiply(Span panels) const {
-    alignas(64) float sums[BLOCK_PANELS][MAX_ROWS * PANEL];
-    int64_t parts = num_tiles == 1 ? 1 : divide_up(num_pairs, BLOCK_PAIRS), step = parts == 1 ? 1 : BLOCK_PANELS;
-    for (int64_t first = panels.begin; first < panels.end; first += step) {
-      int64_t last = std::min(first + step, panels.end);
-      for (int64_t part = 0; part < parts; part++) {
-        Span pairs{num_pairs * part / parts, num_pairs * (part + 1) / parts};
-        for (int64_t panel = first; panel < last; panel++) {
-          const T* next = nullptr;
-          if (panel + 1 < last) next = weight(panel + 1, pairs.begin);
-          else if (part + 1 < parts) next = weight(first, pairs.end);
-          else if (last < panels.end) next = weight(last, 0);
-          multiply_panel(panel, pairs, next, sums[panel - first]);
-        }
-      }
+    if constexpr (std::is_same_v<T, Bf16>) {
+      if (product.grouping) return multiply_grouped(panels, *product.grouping);
     }
+    int64_t parts = num_parts();
+    auto pairs_of = [&](int64_t part) { return Span{num_pairs * part / parts, num_pairs * (part + 1) / parts}; };
+    visit_panels(panels, [&](Place at, std::optional<Place> next, float* sums) {
+      multiply_panel(at.panel, pairs_of(at.part), next ? weight(next->panel, pairs_of(next->part).begin) : nullptr, sums);
+    });
   }
 
  private:
@@ -82,12 +80,39 @@ class Block {
   const T* x[MAX_ROWS];  // the rows; if interleaved, the entry of a tile's first row points to the whole tile
   std::optional<AdaptedBlock<T>> adapters;
 
+  struct Place {
+    int64_t panel, part;
+  };
+
+  int64_t source_of(int64_t row) const { return product.x_rows ? product.x_rows[begin + row] : begin + row; }
+
+  int64_t num_parts() const { return num_tiles == 1 ? 1 : divide_up(num_pairs, BLOCK_PAIRS); }
+
+  // Visit panel after panel. A long k is divided into parts; each part is visited for a few panels, whose sums are kept
+  // until the next part.
+  template <class Visit>
+  void visit_panels(Span panels, Visit&& visit) const {
+    alignas(64) float sums[BLOCK_PANELS][MAX_ROWS * PANEL];
+    int64_t parts = num_parts(), step = parts == 1 ? 1 : BLOCK_PANELS;
+    for (int64_t first = panels.begin; first < panels.end; first += step) {
+      int64_t last = std::min(first + step, panels.end);
+      for (int64_t part = 0; part < parts; part++)
+        for (int64_t panel = first; panel < last; panel++) {
+          std::optional<Place> next;
+          if (panel + 1 < last) next = Place{panel + 1, part};
+          else if (part + 1 < parts) next = Place{first, part + 1};
+          else if (last < panels.end) next = Place{last, 0};
+          visit(Place{panel, part}, next, sums[panel - first]);
+        }
+    }
+  }
+
   Span rows_of(int64_t tile) const { return {num_rows * tile / num_tiles, num_rows * (tile + 1) / num_tiles}; }
   bool is_interleaved() const { return num_tiles > FEW_TILES; }
 
   void interleave_tiles() {
     constexpr int64_t SIZE = interleaved(TILE_ROWS<T>);
-    T* to = reinterpret_cast<T*>(row_memory(num_tiles * SIZE * num_pairs));
+    T* to = reinterpret_cast<T*>(BlockMemory::reserve(block_memory().rows, num_tiles * SIZE * num_pairs));
     for (int64_t tile = 0; tile < num_tiles; tile++, to += SIZE * num_pairs * PAIR<T>) {
       Span rows = rows_of(tile);
       interleave(x + rows.begin, rows.end - rows.begin, num_pairs, to);
@@ -109,33 +134,83 @@ class Block {
   // sums: [num_rows, PANEL]. Each tile prefetches a part of `next`.
   void multiply_panel(int64_t panel, Span pairs, const T* next, float* sums) const {
     const T* from = weight(panel, pairs.begin);
-    bool last = pairs.end == num_pairs;
     int64_t count = pairs.end - pairs.begin, pace = next ? divide_up(128, num_tiles) : 0;
     Prefetch prefetch{reinterpret_cast<const char*>(next ? next : from), pace};
     if (num_tiles == 1) prefetch = {reinterpret_cast<const char*>(from) + PREFETCH_BYTES, 128};
+    visit_tiles(panel, pairs.end == num_pairs, count, prefetch, sums, [&](Span rows, float* to, auto ahead) {
+      choose_tile<T, decltype(ahead)>(rows.end - rows.begin, is_interleaved())(
+          x + rows.begin, pairs.begin * PAIR<T>, from, count, to, pairs.begin > 0, ahead);
+    });
+  }
+
+  // Compute the tiles of a part of a panel, and finish the panel after its last part. multiply_rows(rows, to, ahead)
+  // computes one tile, in `count` steps that advance the prefetching.
+  template <class MultiplyRows>
+  void visit_tiles(int64_t panel, bool last, int64_t count, Prefetch prefetch, float* sums,
+                   MultiplyRows&& multiply_rows) const {
     LineList factors;
     if (last && adapters) adapters->list_factors(panel, factors);
     int64_t line_pace = (factors.count << 16) / (num_tiles * count);
 
-    for (int64_t tile = 0; tile < num_tiles; tile++, prefetch.from += pace * count) {
+    for (int64_t tile = 0; tile < num_tiles; tile++, prefetch.from += prefetch.pace * count) {
       Span rows = rows_of(tile);
       float* to = sums + rows.begin * PANEL;
       for (int64_t row = rows.begin; last && row < rows.end; row++) {
         __builtin_prefetch(results(row, panel), 1);
         __builtin_prefetch(results(row, panel) + 64, 1);
       }
-      auto multiply_rows = [&](auto ahead) {
-        choose_tile<T, decltype(ahead)>(rows.end - rows.begin, is_interleaved())(
-            x + rows.begin, pairs.begin * PAIR<T>, from, count, to, pairs.begin > 0, ahead);
-      };
-      if (line_pace > 0) multiply_rows(PrefetchWithLines{prefetch, factors.lines, tile * count * line_pace, line_pace});
-      else multiply_rows(prefetch);
+      if (line_pace > 0)
+        multiply_rows(rows, to, PrefetchWithLines{prefetch, factors.lines, tile * count * line_pace, line_pace});
+      else multiply_rows(rows, to, prefetch);
       if (last && !adapters) finish(panel, rows, to);
     }
     if (last && adapters) {  // for all tiles together, so that the factors are read once
       adapters->expand(panel, sums);
       finish(panel, {0, num_rows}, sums);
     }
+  }
+
+  // ---- weights of few bits
+
+  void multiply_grouped(Span panels, const CGrouping& grouping) const {
+    const float* input_sums[MAX_ROWS] = {};
+    if (grouping.has_offsets) sum_inputs(grouping, input_sums);
+    with_decoder(grouping, [&](const auto& decoder) {
+      int64_t parts = num_parts(), total = product.k / grouping.size;
+      auto groups_of = [&](Place at) {
+        int64_t begin = total * at.part / parts, end = total * (at.part + 1) / parts;
+        auto panel = reinterpret_cast<const uint8_t*>(product.weight) + at.panel * panel_bytes(grouping, product.k);
+        return GroupSpan{grouping, panel + begin * group_bytes(grouping), begin, end - begin};
+      };
+      visit_panels(panels, [&](Place at, std::optional<Place> next, float* sums) {
+        multiply_groups(decoder, at.panel, groups_of(at), next ? groups_of(*next).from : nullptr, input_sums, sums);
+      });
+    });
+  }
+
+  void sum_inputs(const CGrouping& grouping, const float** input_sums) const {
+    int64_t groups = product.k / grouping.size;
+    float* sums = BlockMemory::reserve(block_memory().input_sums, num_rows * groups);
+    for (int64_t row = 0; row < num_rows; row++, sums += groups) {
+      sum_groups(grouping, product.x + source_of(row) * product.x_stride, product.k, sums);
+      input_sums[row] = sums;
+    }
+  }
+
+  // sums: [num_rows, PANEL]. Each tile prefetches a part of `next`.
+  template <class Decode>
+  void multiply_groups(const Decode& decoder, int64_t panel, const GroupSpan& groups, const uint8_t* next,
+                       const float* const* input_sums, float* sums) const {
+    int64_t bytes = group_bytes(groups.grouping), vectors = code_bytes(groups.grouping) / CODE_VECTOR;
+    int64_t steps = groups.count * vectors, pace = next ? divide_up(bytes * groups.count, num_tiles * steps) : 0;
+    Prefetch prefetch{reinterpret_cast<const char*>(next ? next : groups.from), pace};
+    if (num_tiles == 1)
+      prefetch = {reinterpret_cast<const char*>(groups.from) + PREFETCH_BYTES, divide_up(bytes, vectors)};
+    bool last = groups.begin + groups.count == product.k / groups.grouping.size;
+    visit_tiles(panel, last, steps, prefetch, sums, [&](Span rows, float* to, auto ahead) {
+      choose_grouped_tile<Decode, decltype(ahead)>(rows.end - rows.begin, is_interleaved())(
+          decoder, x + rows.begin, groups, input_sums + rows.begin, to, ahead);
+    });
   }
 
   void finish(int64_t panel, Span rows, const float* sums) const {
@@ -389,7 +464,7 @@ void er_multiply(const CProduct* products, int64_t count, int dtype, int num_thr
       const CProduct& each = products[i];
       typed.push_back({static_cast<const T*>(each.x), each.x_stride, each.x_rows, each.num_rows,
                        static_cast<const T*>(each.weight), each.n, each.k, each.bias, each.epilogue, each.swiglu,
-                       each.y, each.y_stride});
+                       each.y, each.y_stride, each.grouping});
     }
     run_phase(num_threads, [&](Shard shard) { multiply_all(shard, typed.data(), count); });
   });

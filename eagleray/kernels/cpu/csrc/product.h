@@ -59,6 +59,7 @@ struct Product {
   CClampedSwiglu swiglu;
   void* y;
   int64_t y_stride;
+  const CGrouping* grouping = nullptr;       // of a weight of few bits, see grouped.h; null: the weight is T, packed
   const AdaptedRows<T>* adapters = nullptr;  // are added to the results before the bias; null: none
 };
 

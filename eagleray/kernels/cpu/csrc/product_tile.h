@@ -65,6 +65,7 @@ constexpr int columns_of(int rows) {
 }
 
 constexpr int64_t CACHE_LINE = 64;  // bytes
+constexpr int PREFETCH_BYTES = 12288;  // distance of prefetching where a panel is read once
 
 // Memory to prefetch during a tile: `pace` bytes, at most 128, with each pair of k.
 struct Prefetch {

@@ -39,8 +39,8 @@ class Program {
   int64_t stride(int64_t buffer) const { return buffers_[buffer].stride; }
 
   void embed(const CEmbed& args) const {
-    EmbeddingTable<T> table{static_cast<const T*>(args.values), bool(args.is_packed), args.size,
-                   args.first, args.num_own};
+    EmbeddingTable<T> table{static_cast<const T*>(args.values), bool(args.is_packed), args.grouping, args.size,
+                            args.first, args.num_own};
     team_.for_each_shard([&](Shard shard) {
       eagleray::embed(shard, table, batch_.token_ids, num_tokens_, rows<float>(args.out));
     });
@@ -55,7 +55,8 @@ class Program {
 
   void multiply(const CMultiply& args) const {
     Product<T> product{rows<T>(args.x), stride(args.x), nullptr, num_tokens_, static_cast<const T*>(args.weight),
-                       args.n, args.k, args.bias, args.epilogue, args.swiglu, rows<void>(args.out), stride(args.out)};
+                       args.n, args.k, args.bias, args.epilogue, args.swiglu, rows<void>(args.out), stride(args.out),
+                       args.grouping};
     std::optional<AdaptedRows<T>> adapted;
     if (args.adapters && batch_.num_adapter_groups) adapted.emplace(args, batch_);
     if (adapted && !adapted->is_empty()) {
@@ -64,7 +65,6 @@ class Program {
     }
     team_.for_each_shard([&](Shard shard) { eagleray::multiply(shard, product); });
   }
-
 
   void attend(const CAttend& args) const {
     T* cache = static_cast<T*>(args.cache);

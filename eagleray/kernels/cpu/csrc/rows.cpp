@@ -1,5 +1,6 @@
 #include "rows.h"
 
+#include "grouped.h"
 #include "product.h"
 
 namespace eagleray {
@@ -27,6 +28,7 @@ void normalize_row(const float* x, int64_t size, const float* weight, float eps,
 
 template <class T>
 void embed_row(const EmbeddingTable<T>& table, int64_t row, float* out) {
+  if (table.grouping) return unpack_grouped_row(*table.grouping, table.values, row, table.size, out);
   if (table.is_packed) return unpack_row(table.values, row, table.size, out);
   const T* from = table.values + row * table.size;
   for (int64_t i = 0; i < table.size; i++) out[i] = to_float(from[i]);
@@ -92,11 +94,11 @@ void er_normalize(const float* x, int64_t stride, int64_t num_rows, int64_t size
   });
 }
 
-void er_embed(const void* values, int is_packed, int64_t size, int64_t first, int64_t num_own,
+void er_embed(const void* values, int is_packed, const CGrouping* grouping, int64_t size, int64_t first, int64_t num_own,
               const int32_t* token_ids, int64_t num_rows, float* out, int dtype, int num_threads) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
-    EmbeddingTable<T> table{static_cast<const T*>(values), bool(is_packed), size, first, num_own};
+    EmbeddingTable<T> table{static_cast<const T*>(values), bool(is_packed), grouping, size, first, num_own};
     run_phase(num_threads, [&](Shard shard) { embed(shard, table, token_ids, num_rows, out); });
   });
 }

@@ -15,7 +15,8 @@ template <class T>
 struct EmbeddingTable {
   const T* values;
   bool is_packed;  // as the weight of a product: that of the head, where the two are tied
-  int64_t size;    // of a row
+  const CGrouping* grouping;  // of a packed weight of few bits; null: T
+  int64_t size;               // of a row
   int64_t first, num_own;
 };
 

@@ -1,0 +1,142 @@
+// The packing of weights of few bits, and the numbers of single rows of them.
+#include "grouped.h"
+
+#include <algorithm>
+
+namespace eagleray {
+namespace {
+
+int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
+
+// A weight before it is packed. The rows are contiguous.
+struct CodedWeight {
+  const uint8_t* codes;    // [n, k]
+  const uint8_t* scales;   // [n, k / size] of the grouping's kind
+  const uint8_t* offsets;  // the same, or null
+};
+
+// The address of an output's codes of `chunk`, and of its first pair in there.
+uint8_t* code_address(const CGrouping& grouping, uint8_t* group, int64_t chunk, int lane) {
+  uint8_t* vector = group + (chunk * 2 + lane / LANES) * CODE_VECTOR;
+  int output = lane % LANES;
+  // 4 bits: a word has one input of each pair, so the two words of an output have its pairs. 8 bits: the pairs of four
+  // outputs are in 16 bytes, the first pair of each before the second.
+  return vector + (grouping.bits == 4 ? 4 * output : output / 4 * 16 + output % 4 * 2);
+}
+
+// Four codes, of the even or the odd inputs of eight, in 16 bits.
+uint16_t gather_nibbles(uint64_t bytes) {
+  bytes &= 0x000f000f000f000f;
+  bytes |= bytes >> 12;
+  return uint16_t((bytes & 0xff) | (bytes >> 24 & 0xff00));
+}
+
+void pack_codes(const CGrouping& grouping, const uint8_t* codes, uint8_t* to) {
+  if (grouping.bits == 4) {
+    uint64_t bytes;
+    std::memcpy(&bytes, codes, sizeof bytes);
+    uint16_t words[] = {gather_nibbles(bytes), gather_nibbles(bytes >> 8)};
+    std::memcpy(to, words, sizeof words);
+  } else {
+    std::memcpy(to, codes, 2);
+    std::memcpy(to + 8, codes + 2, 2);
+  }
+}
+
+void pack_lane(const CGrouping& grouping, const CodedWeight& weight, int64_t row, int64_t k, int lane, uint8_t* panel) {
+  const int64_t inputs = 2 * decoded_pairs(int(grouping.bits)), chunks = grouping.size / inputs;
+  const int64_t size = scale_size(grouping), groups = k / grouping.size;
+  for (int64_t group = 0; group < groups; group++, panel += group_bytes(grouping)) {
+    const uint8_t* codes = weight.codes + row * k + group * grouping.size;
+    for (int64_t chunk = 0; chunk < chunks; chunk++)
+      pack_codes(grouping, codes + chunk * inputs, code_address(grouping, panel, chunk, lane));
+    uint8_t* scale = panel + code_bytes(grouping) + lane * size;
+    std::memcpy(scale, weight.scales + (row * groups + group) * size, size);
+    if (grouping.has_offsets)
+      std::memcpy(scale + PANEL * size, weight.offsets + (row * groups + group) * size, size);
+  }
+}
+
+// The row of a weight that is in a lane of a panel, or -1.
+int64_t row_of(int64_t panel, int lane, int64_t n, int64_t inner) {
+  if (inner == 0) return panel * PANEL + lane < n ? panel * PANEL + lane : -1;
+  int64_t row = panel * LANES + lane % LANES;
+  return row < inner ? row + (lane < LANES ? 0 : inner) : -1;
+}
+
+void pack_grouped(const Shard& shard, const CGrouping& grouping, const CodedWeight& weight, int64_t n, int64_t k,
+                  int64_t inner, uint8_t* out) {
+  Span panels = range_of(shard, inner ? divide_up(inner, LANES) : divide_up(n, PANEL));
+  for (int64_t panel = panels.begin; panel < panels.end; panel++) {
+    uint8_t* to = out + panel * panel_bytes(grouping, k);
+    // the outputs beyond the last one are computed as well, with scales of zero
+    if (row_of(panel, PANEL - 1, n, inner) < 0) std::memset(to, 0, size_t(panel_bytes(grouping, k)));
+    for (int lane = 0; lane < PANEL; lane++)
+      if (int64_t row = row_of(panel, lane, n, inner); row >= 0) pack_lane(grouping, weight, row, k, lane, to);
+  }
+}
+
+float scale_at(const CGrouping& grouping, const uint8_t* scales, int64_t lane) {
+  float all[PANEL];
+  for (int64_t at = 0; at < PANEL; at += LANES) store(all + at, load_scales(grouping, scales, at));
+  return all[lane];
+}
+
+}  // namespace
+
+int64_t grouped_size(const CGrouping& grouping, int64_t n, int64_t k) {
+  return divide_up(n, PANEL) * panel_bytes(grouping, k);
+}
+
+void unpack_grouped_row(const CGrouping& grouping, const void* packed, int64_t row, int64_t k, float* out) {
+  auto panel = static_cast<const uint8_t*>(packed) + row / PANEL * panel_bytes(grouping, k);
+  const int64_t lane = row % PANEL;
+  with_decoder(grouping, [&](const auto& decoder) {
+    constexpr int PAIRS = std::decay_t<decltype(decoder)>::PAIRS;
+    GroupSpan groups{grouping, panel, 0, k / grouping.size};
+    for (int64_t group = 0; group < groups.count; group++) {
+      const float scale = scale_at(grouping, groups.scales(group), lane);
+      const float offset = grouping.has_offsets ? scale_at(grouping, groups.offsets(group), lane) : 0;
+      for (int64_t chunk = 0; chunk < grouping.size / (2 * PAIRS); chunk++) {
+        Words pairs[PAIRS];
+        decoder.decode(groups.group(group) + (chunk * 2 + lane / LANES) * CODE_VECTOR, pairs);
+        for (const Words& pair : pairs) {
+          uint32_t values = pair[lane % LANES];
+          *out++ = scale * to_float(Bf16{uint16_t(values)}) + offset;
+          *out++ = scale * to_float(Bf16{uint16_t(values >> 16)}) + offset;
+        }
+      }
+    }
+  });
+}
+
+void sum_groups(const CGrouping& grouping, const Bf16* x, int64_t k, float* out) {
+  for (int64_t group = 0; group < k / grouping.size; group++) {
+    Floats total{};
+    for (int64_t i = 0; i < grouping.size; i += LANES) total += load(x + group * grouping.size + i);
+    out[group] = sum(total);
+  }
+}
+
+}  // namespace eagleray
+
+using namespace eagleray;
+
+extern "C" {
+
+int64_t er_grouped_size(const CGrouping* grouping, int64_t n, int64_t k) { return grouped_size(*grouping, n, k); }
+
+void er_pack_grouped(const CGrouping* grouping, const void* codes, const void* scales, const void* offsets, int64_t n,
+                     int64_t k, int64_t inner, void* out, int num_threads) {
+  CodedWeight weight{static_cast<const uint8_t*>(codes), static_cast<const uint8_t*>(scales),
+                     static_cast<const uint8_t*>(offsets)};
+  run_phase(num_threads, [&](Shard shard) {
+    pack_grouped(shard, *grouping, weight, n, k, inner, static_cast<uint8_t*>(out));
+  });
+}
+
+void er_unpack_grouped_row(const CGrouping* grouping, const void* packed, int64_t row, int64_t k, float* out) {
+  unpack_grouped_row(*grouping, packed, row, k, out);
+}
+
+}  // extern "C"
