@@ -70,10 +70,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="Number format of weights and computation; auto takes the checkpoint's."),
     ] = "auto"
     quantization: Annotated[
-        Literal["fp8"] | None,
+        Literal["fp8", "int8", "int4"] | None,
         Meta(
-            description="fp8: quantize the weights of linear layers and experts when they are loaded, with a scale for "
-            "each block of 128 x 128 (on GPUs). Default: the format of the checkpoint."
+            description="Quantize the weights of linear layers and experts when they are loaded. fp8: with a scale for "
+            "each block of 128 x 128. int8, int4 (on CPUs): with a scale for 32 numbers of a row, and the head in "
+            "int8. Default: the format of the checkpoint."
         ),
     ] = None
     max_model_len: Annotated[

@@ -20,7 +20,7 @@ from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
-from eagleray.kernels.quantized import LoadedWeight, WeightFormat
+from eagleray.kernels.quantized import LoadedWeight, Weight, WeightFormat, quantize_fp8
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
@@ -215,7 +215,12 @@ class KernelBackend(Protocol):
         on; other tokens get zeros."""
         ...
 
-    def tied_embedding(self, weight: Tensor, first: int) -> tuple[OperationWithWeights, OperationWithWeights]:
+    def quantizer(self, kind: WeightFormat) -> Callable[[Tensor], Weight]:
+        """Return the function that quantizes a weight [rows, columns] of the model's dtype to one of `kept_formats`. It
+        returns a weight that cannot be divided into groups as it is."""
+        return quantize_fp8
+
+    def tied_embedding(self, weight: Weight, first: int) -> tuple[OperationWithWeights, OperationWithWeights]:
         """Make an `embedding` and a `linear` that share one weight."""
         ...
 

@@ -13,12 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagleray.kernels.grouped import E2M1_MAGNITUDES, GroupedWeight
+
 
 class WeightFormat(StrEnum):
     """The formats of quantized weights."""
 
     FP8 = "fp8"
     MXFP4 = "mxfp4"
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 FP8_COLUMNS = 128
@@ -31,8 +35,7 @@ MAX_FP8 = 448.0
 MXFP4_BLOCK = 32
 """Numbers that share a scale."""
 
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of the lower three bits; the fourth bit is the sign."""
+MXFP4_VALUES = E2M1_MAGNITUDES
 MXFP4_SCALE_BIAS = 127
 
 
@@ -92,7 +95,10 @@ class RowParts:
         return torch.Size((sum(map(len, self.parts)), self.parts[0].shape[1]))
 
 
-QuantizedWeight = Fp8Weight | Mxfp4Weight
+QuantizedWeight = Fp8Weight | Mxfp4Weight | GroupedWeight
+
+BlockWeight = Tensor | Fp8Weight | Mxfp4Weight
+"""A weight in a format that GPUs keep."""
 
 Weight = Tensor | QuantizedWeight
 """A weight [rows, columns] of a product: a tensor of the model's dtype, or a quantized weight."""
@@ -101,9 +107,10 @@ LoadedWeight = Weight | RowParts
 """A weight before a backend has packed it."""
 
 
-def in_one_part(weight: LoadedWeight) -> Weight:
-    """Return a weight that is not in parts because the backend does not take them."""
+def in_blocks(weight: LoadedWeight) -> BlockWeight:
+    """Return a weight that is neither in parts nor in groups because the backend does not take them."""
     assert not isinstance(weight, RowParts), "weights are concatenated for a backend that does not take parts"
+    assert not isinstance(weight, GroupedWeight), "weights are decoded for a backend that does not keep their format"
     return weight
 
 

@@ -30,7 +30,7 @@ from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
-from eagleray.kernels.quantized import LoadedWeight
+from eagleray.kernels.quantized import LoadedWeight, Weight
 from eagleray.kernels.recording import (
     AddOp,
     AllReduceOp,
@@ -117,7 +117,7 @@ class RecordingBackend(KernelBackend):
         """Make the table of an `embedding`."""
 
     @abstractmethod
-    def pack_tied_embedding(self, weight: Tensor, first: int) -> tuple[EmbeddingTable, LinearWeight]:
+    def pack_tied_embedding(self, weight: Weight, first: int) -> tuple[EmbeddingTable, LinearWeight]:
         """Make the table and the weight of a `tied_embedding`."""
 
     @abstractmethod
@@ -157,7 +157,7 @@ class RecordingBackend(KernelBackend):
     def embedding(self, weight: Tensor, first: int) -> OperationWithWeights:
         return _embedding(self.pack_embedding(weight, first))
 
-    def tied_embedding(self, weight: Tensor, first: int) -> tuple[OperationWithWeights, RecordedLinear]:
+    def tied_embedding(self, weight: Weight, first: int) -> tuple[OperationWithWeights, RecordedLinear]:
         table, product = self.pack_tied_embedding(weight, first)
         return _embedding(table), RecordedLinear(product)
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagleray.kernels.quantized import FP8_BLOCK, Fp8Weight, Weight, quantize_fp8
-from eagleray.models.weights import Cut, Param, Part
+from eagleray.kernels.quantized import FP8_BLOCK, Fp8Weight, Weight
+from eagleray.models.quantization import Quantizers
+from eagleray.models.weights import Cut, Param, Part, WeightRole
 
 BLOCK = 1 << 20
 """Count of numbers that are drawn and then repeated; drawing billions would take minutes."""
@@ -25,10 +26,20 @@ SCALE_BYTE = 121
 
 class DummyWeights:
     """Random `Weights`. A seed gives the same weights on any device and however they are cut; in FP8 they are the same
-    up to rounding. `has_fp8`: the weights of linear layers are in FP8."""
+    up to rounding. `has_fp8`: the weights of linear layers are in FP8; `quantizers`: see
+    `WeightRules`."""
 
-    def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: int, has_fp8: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        has_fp8: bool = False,
+        quantizers: Quantizers | None = None,
+    ) -> None:
         self._dtype = dtype
+        self._quantizers = quantizers or {}
         self._has_fp8 = has_fp8
         self.kept_fp8: set[str] = set()
         """The first name of each weight that is in FP8."""
@@ -49,15 +60,16 @@ class DummyWeights:
 
     def load_weight(self, params: Sequence[Param]) -> Weight:
         if not self._has_fp8:
-            return self.load_concatenated(params)
+            return self.quantize(self.load_concatenated(params), params[0].role)
         self.kept_fp8.add(params[0].name)
         parts = [self._filled(param, self._fp8_numbers) for param in params]
         values = torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
         num_blocks = [-(-size // step) for size, step in zip(values.shape, FP8_BLOCK, strict=True)]
         return Fp8Weight(values, torch.full(num_blocks, FP8_SCALE, device=values.device), FP8_BLOCK)
 
-    def quantize(self, weight: Tensor) -> Weight:
-        return quantize_fp8(weight) if self._has_fp8 else weight
+    def quantize(self, weight: Tensor, role: WeightRole = WeightRole.FEED_FORWARD) -> Weight:
+        quantizer = self._quantizers.get(role)
+        return weight if quantizer is None else quantizer(weight)
 
     def _load_bytes(self, param: Param) -> Tensor:
         """Return the blocks or the scales of four-bit weights (`mxfp4.py`)."""

@@ -57,7 +57,7 @@ class PushedWeights(StoredWeights):
 
     def load_weight(self, params: Sequence[Param]) -> LoadedWeight:
         was_fp8 = params[0].name in self._was_fp8
-        if not was_fp8 and not self.rules.quantizes:
+        if not was_fp8 and not self.rules.quantizers:
             parts = self._in_place(params, self.rules.dtype) if self.rules.takes_parts and len(params) > 1 else None
             return RowParts(parts) if parts is not None else self._load(params, self.rules.dtype)
         weight = super().load_weight(params)

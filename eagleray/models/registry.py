@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -26,6 +26,7 @@ from eagleray.models.loading import CheckpointWeights
 from eagleray.models.moe.layout import ExpertLayout, ExpertOptions
 from eagleray.models.moe.rebalance import Rebalancer
 from eagleray.models.part import ModelPart
+from eagleray.models.quantization import quantizers
 from eagleray.models.sharding import check_experts, check_fits
 from eagleray.models.size import num_parameters, weight_bytes
 from eagleray.models.spec import ModelSpec
@@ -78,7 +79,7 @@ def load_model(
     total_memory: int | None = None,
     wait_for_memory: Callable[[int], None] | None = None,
     attention_backend: AttentionBackend = "auto",
-    quantization: Literal["fp8"] | None = None,
+    quantization: Literal["fp8", "int8", "int4"] | None = None,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     pooling: PoolingSpec | None = None,
 ) -> Model:
@@ -113,28 +114,31 @@ def load_model(
         has_fp8_cache=kv_cache_dtype == "fp8",
     )
     kernels = choose_backend(device, traits, attention_backend)
-    if quantization is not None:
-        _check_quantization(config, spec, kernels, kind, device)
+    online = None if quantization is None else WeightFormat(quantization)
+    if online is not None:
+        _check_quantization(config, spec, kernels, online, kind, device)
     if kv_cache_dtype == "fp8":
         _check_fp8_cache(spec, kernels, device)
-    has_fp8 = quantization is not None or (spec.fp8_block is not None and WeightFormat.FP8 in kernels.kept_formats)
+    keeps_fp8 = spec.fp8_block is not None and WeightFormat.FP8 in kernels.kept_formats
+    has_fp8 = online is WeightFormat.FP8 or keeps_fp8
     if total_memory is not None:
         keeps_mxfp4 = spec.is_mxfp4 and WeightFormat.MXFP4 in kernels.kept_formats
-        kept = WeightFormat.FP8 if has_fp8 else WeightFormat.MXFP4 if keeps_mxfp4 else None
-        can_quantize = kept is None and _can_quantize(spec, kernels)
-        needed = _check_memory(config, spec, kind, groups, total_memory, kept, can_quantize=can_quantize)
+        kept = WeightFormat.FP8 if keeps_fp8 else WeightFormat.MXFP4 if keeps_mxfp4 else online
+        smaller = [] if kept is not None else _online_formats(spec, kernels)
+        needed = _check_memory(config, spec, kind, groups, total_memory, kept, smaller=smaller)
         if wait_for_memory is not None:
             wait_for_memory(needed)
     if invariant_for is not None:
         _check_batch_invariant(invariant_for, spec, kernels, kind, device, groups)
         _check_pooling_invariant(pooling)
+    by_role = quantizers(spec, kernels, online)
     rules = WeightRules(
         dtype=kind,
         device=device,
         fp8_block=spec.fp8_block,
         kept_formats=kernels.kept_formats,
         takes_parts=kernels.takes_parts,
-        quantizes=quantization is not None,
+        quantizers=by_role,
     )
     part = ModelPart(spec=spec, groups=groups, kernels=kernels, rules=rules)
     layout = None if spec.moe is None else ExpertLayout(part, experts)
@@ -144,7 +148,13 @@ def load_model(
         return CheckpointWeights(directory, rules, params=model.params(), on_progress=on_progress)
 
     def make_dummy() -> DummyWeights:
-        return DummyWeights(dtype=kind, device=device, seed=seed or 0, has_fp8=has_fp8)
+        return DummyWeights(
+            dtype=kind,
+            device=device,
+            seed=seed or 0,
+            has_fp8=has_fp8,
+            quantizers=by_role,
+        )
 
     def open_weights() -> AbstractContextManager[Weights]:
         if model.updates.has_replaced:
@@ -255,17 +265,17 @@ def _check_memory(
     total_memory: int,
     kept: WeightFormat | None,
     *,
-    can_quantize: bool,
+    smaller: Sequence[WeightFormat],
 ) -> int:
     """Return the bytes of this rank's weights. Raises `ConfigError` if they cannot fit into the memory.
 
-    `kept`: see `weight_bytes`; `can_quantize`: they would take less memory with `quantization`.
+    `kept`: see `weight_bytes`; `smaller`: formats of `quantization` with which they would take less memory.
     """
     num_expert_ranks = max(1, groups.experts.size)
     needed = weight_bytes(spec, itemsize=dtype.itemsize, kept=kept, mesh=groups.mesh, num_expert_ranks=num_expert_ranks)
     if needed > total_memory:
         name = _name(dtype) if kept is None else f"{kept} and {_name(dtype)}"
-        advice = ", or take `quantization` fp8" if can_quantize else ""
+        advice = f", or take `quantization` {' or '.join(smaller)}" if smaller else ""
         raise ConfigError(
             f"{config.path}: the weights that it describes take {needed / 2**30:,.1f} GiB of a worker as {name}, but "
             f"there are {total_memory / 2**30:,.1f} GiB in all; divide them among more workers "
@@ -274,24 +284,31 @@ def _check_memory(
     return needed
 
 
-def _can_quantize(spec: ModelSpec, kernels: KernelBackend) -> bool:
-    """Whether weights can be quantized to FP8 when they are loaded."""
-    return not spec.is_mxfp4 and WeightFormat.FP8 in kernels.kept_formats
+def _online_formats(spec: ModelSpec, kernels: KernelBackend) -> list[WeightFormat]:
+    """Return the formats that plain weights can be quantized to when they are loaded."""
+    return [] if spec.is_mxfp4 else sorted(kernels.kept_formats - {WeightFormat.MXFP4})
 
 
 def _check_quantization(
-    config: ConfigFile, spec: ModelSpec, kernels: KernelBackend, dtype: torch.dtype, device: torch.device
+    config: ConfigFile,
+    spec: ModelSpec,
+    kernels: KernelBackend,
+    online: WeightFormat,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Raise `ConfigError` if linear layers cannot have FP8 weights."""
+    """Raise `ConfigError` if linear layers cannot have weights of a format."""
     if spec.is_mxfp4:
         raise ConfigError(
-            f"option `quantization`: {config.path} says that the experts are stored as mxfp4, which has fewer bits "
-            "than fp8; drop it"
+            f"option `quantization`: {config.path} says that the experts are stored as mxfp4, which is kept; drop it"
         )
-    if not _can_quantize(spec, kernels):
+    possible = _online_formats(spec, kernels)
+    if online not in possible:
+        served = f"they have {', '.join(possible)}" if possible else "they have none with quantized weights"
         raise ConfigError(
-            f"option `quantization`: the kernels for {_name(dtype)} on {device.type} have no products with FP8 "
-            "weights; use a GPU with Triton's kernels, or drop it"
+            f"option `quantization`: the kernels for {_name(dtype)} on {device.type} have no products with {online} "
+            f"weights; {served}. CPUs with a C++ compiler have fp8, int4 and int8 for bfloat16, GPUs with Triton's "
+            "kernels fp8"
         )
 
 

@@ -10,7 +10,7 @@ from eagleray.kernels.quantized import WeightFormat
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel.mesh import Mesh
 
-ITEMSIZES = {WeightFormat.FP8: 1, WeightFormat.MXFP4: 0.5}
+ITEMSIZES = {WeightFormat.FP8: 1, WeightFormat.MXFP4: 0.5, WeightFormat.INT8: 1, WeightFormat.INT4: 0.5}
 """Bytes of a parameter in each format."""
 
 WHOLE = Mesh()
@@ -29,14 +29,14 @@ def weight_bytes(
     """Return the bytes of the weights of the worker with these coordinates, with `itemsize` bytes for each parameter.
 
     `num_expert_ranks`: the number of workers that divide the experts of a layer. `kept`: the format of quantized
-    weights: in MXFP4 these are the experts, in FP8 the weights of all layers.
+    weights: in MXFP4 these are the experts, in other formats the weights of all layers.
     """
     layers, tp = mesh.layers(spec.num_layers), mesh.tp_size
     experts = _num_moe(spec, layers) * _experts(spec) // num_expert_ranks
     others = len(layers) * _attention(spec) + _num_dense(spec, layers) * _dense(spec)
     others += _num_moe(spec, layers) * _beside_experts(spec)
     of_experts = itemsize if kept is None else ITEMSIZES[kept]
-    of_others = ITEMSIZES[kept] if kept is WeightFormat.FP8 else itemsize
+    of_others = itemsize if kept in (None, WeightFormat.MXFP4) else ITEMSIZES[kept]
     return int(experts * of_experts) + int(others // tp * of_others) + _embeddings(spec, mesh) // tp * itemsize
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from eagleray.kernels.quantized import (
     Weight,
     WeightFormat,
     group_scales,
-    quantize_fp8,
 )
 from eagleray.log import get_logger
-from eagleray.models.weights import Cut, Param
+from eagleray.models.quantization import Quantizers
+from eagleray.models.weights import Cut, Param, WeightRole
 
 logger = get_logger(__name__)
 
@@ -44,8 +44,8 @@ class WeightRules:
     """See `KernelBackend`."""
     takes_parts: bool = False
     """See `KernelBackend`."""
-    quantizes: bool = False
-    """Whether weights of linear layers that are stored as plain numbers are quantized to FP8."""
+    quantizers: Quantizers = field(default_factory=dict)
+    """Functions that quantize weights that are stored as plain numbers."""
 
     def can_be_fp8(self, param: Param) -> bool:
         """Whether a tensor may be stored in FP8 with a scale for each block."""
@@ -94,15 +94,16 @@ class StoredWeights(ABC):
     def load_weight(self, params: Sequence[Param]) -> LoadedWeight:
         are_fp8 = [self._is_fp8(param) for param in params]
         if not any(are_fp8):
-            return self.quantize(self._load(params, self.rules.dtype))
+            return self.quantize(self._load(params, self.rules.dtype), params[0].role)
         if WeightFormat.FP8 in self.rules.kept_formats and all(are_fp8):
             if self._is_kept(columns := spans(params[0])[1]):
                 return self._load_fp8(params, columns)
             self._warn_of_decoding(params[0].name, columns)
         return self._load(params, self.rules.dtype)
 
-    def quantize(self, weight: Tensor) -> Weight:
-        return quantize_fp8(weight) if self.rules.quantizes else weight
+    def quantize(self, weight: Tensor, role: WeightRole = WeightRole.FEED_FORWARD) -> Weight:
+        quantizer = self.rules.quantizers.get(role)
+        return weight if quantizer is None else quantizer(weight)
 
     def _is_kept(self, columns: range) -> bool:
         """Whether these columns of a weight in FP8 can be a weight of their own, whose blocks products can read."""

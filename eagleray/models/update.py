@@ -307,7 +307,7 @@ class WeightUpdate:
         """Whether tensors that have come can replace a part of the packed weights: these are the same numbers in
         another order, and not quantized ones."""
         names = {param.name for param in group.group.params}
-        is_quantized = self._rules.quantizes or not names.isdisjoint(self._kept_fp8)
+        is_quantized = bool(self._rules.quantizers) or not names.isdisjoint(self._kept_fp8)
         return group.is_packed and not is_quantized and all(map(group.is_decodable, group.came))
 
     def _merge(self, group: GroupUpdate) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +54,15 @@ Shard = Cut | Part | None
 """The part of a tensor that this rank has; None: all of it."""
 
 
+class WeightRole(Enum):
+    """Roles of the matrices of a model."""
+
+    FEED_FORWARD = "feed-forward"
+    """Of dense layers and experts."""
+    ATTENTION = "attention"
+    HEAD = "head"
+
+
 @dataclass(frozen=True, slots=True)
 class Param:
     """A tensor of the checkpoint."""
@@ -65,6 +75,8 @@ class Param:
     """Dtype that it is loaded in; None: the model's. uint8 if it is stored in another encoding."""
     parameters: int = 1
     """Number of parameters that an element stands for."""
+    role: WeightRole = WeightRole.FEED_FORWARD
+    """Role of a matrix, which decides its format if weights are quantized when they are loaded."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -107,6 +119,6 @@ class Weights(Protocol):
         quantized."""
         ...
 
-    def quantize(self, weight: Tensor) -> Weight:
-        """Quantize the weight of a linear layer, if all of them are to be quantized."""
+    def quantize(self, weight: Tensor, role: WeightRole = WeightRole.FEED_FORWARD) -> Weight:
+        """Quantize a weight, if those of this role are to be quantized."""
         ...

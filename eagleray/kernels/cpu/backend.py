@@ -6,8 +6,8 @@ Hidden states are float32 between the layers in a model of any dtype; the inputs
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -17,14 +17,16 @@ from eagleray.kernels.backend import ExpertProducts, WeightAllocator
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.adapters import NativeAdapterSite
 from eagleray.kernels.cpu.experts import ExpertScratch, NativeProducts, native_route
+from eagleray.kernels.cpu.grouped import Grouping, in_groups, layout, pack, packed_size, quantize
 from eagleray.kernels.cpu.huge_pages import WeightMemory
 from eagleray.kernels.cpu.linear import NativeEmbedding, NativeLinear
 from eagleray.kernels.cpu.lowering import lower
 from eagleray.kernels.cpu.mapped_files import RowReader
 from eagleray.kernels.cpu.program import CpuProgram
 from eagleray.kernels.cpu.ranking import NativeRanking
+from eagleray.kernels.grouped import GroupedWeight
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
-from eagleray.kernels.quantized import LoadedWeight, RowParts, WeightFormat, unquantized
+from eagleray.kernels.quantized import LoadedWeight, RowParts, Weight, WeightFormat, quantize_fp8
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.recording import LinearWeight, Recording
 from eagleray.kernels.recording_backend import RecordingBackend
@@ -37,13 +39,13 @@ class CpuBackend(RecordingBackend):
     """See `RecordingBackend`. `library` is that of `native_library`; at most `num_threads` threads compute."""
 
     is_batch_invariant = True
-    kept_formats: frozenset[WeightFormat] = frozenset()
     takes_parts = True
 
     def __init__(
         self, library: ctypes.CDLL, dtype: torch.dtype, *, num_threads: int, memory: WeightAllocator | None = None
     ) -> None:
         super().__init__(dtype)
+        self.kept_formats = frozenset(WeightFormat) if dtype == torch.bfloat16 else frozenset[WeightFormat]()
         self.library = library
         self.num_threads = num_threads
         self._kind = int(dtype == torch.bfloat16)
@@ -63,6 +65,9 @@ class CpuBackend(RecordingBackend):
 
     def pack_linear(self, weight: LoadedWeight, bias: Tensor | None) -> NativeLinear:
         n, k = weight.shape
+        if (groups := self._in_groups(weight)) is not None:
+            return self._pack_groups(groups, bias, is_gated=False)
+        weight = self._plain(weight)
         packed = self._memory.allocate(self._packed_size(n, k), self.dtype)
         first = 0
         for part in _parts(weight, multiple=abi.PANEL_ROWS):
@@ -76,14 +81,38 @@ class CpuBackend(RecordingBackend):
             offset = self._packed_size(rows.start, k) * self.dtype.itemsize
             self.library.er_pack(address, k, len(rows), k, to + offset, self._kind, 1)
 
+    def _in_groups(self, weight: LoadedWeight) -> GroupedWeight | None:
+        if isinstance(weight, Tensor | RowParts) or self.dtype != torch.bfloat16:
+            return None
+        return in_groups(weight)
+
+    def _plain(self, weight: LoadedWeight) -> Tensor | RowParts:
+        """Decode a quantized weight that the kernels do not read."""
+        return weight if isinstance(weight, Tensor | RowParts) else weight.dequantize(self.dtype)
+
+    def _pack_groups(
+        self, weight: GroupedWeight, bias: Tensor | None, *, is_gated: bool, clamp: ClampedSwiglu | None = None
+    ) -> NativeLinear:
+        n, k = weight.shape
+        inner = n // 2 if is_gated else 0
+        grouping, padded = layout(weight), 2 * _padded(inner) if is_gated else n
+        packed = self._memory.allocate(packed_size(self.library, grouping, padded, k), torch.uint8)
+        pack(self.library, weight, packed, inner=inner)
+        return self._linear(packed, bias, n=n, k=k, is_gated=is_gated, clamp=clamp, grouping=grouping)
+
+    def quantizer(self, kind: WeightFormat) -> Callable[[Tensor], Weight]:
+        return quantize_fp8 if kind is WeightFormat.FP8 else partial(quantize, self.library, kind=kind)
+
     def pack_exact_linear(self, weight: Tensor) -> NativeLinear:
         return self.pack_linear(weight, None)  # it rounds nothing
 
     def pack_gated_linear(self, weight: LoadedWeight, bias: Tensor | None, clamp: ClampedSwiglu | None) -> NativeLinear:
         inner, k = weight.shape[0] // 2, weight.shape[1]
-        padded = -(-inner // abi.NUM_LANES) * abi.NUM_LANES  # a panel holds equally many gates and gated outputs
-        packed = self._memory.allocate(self._packed_size(2 * padded, k), self.dtype)
-        halves = weight.parts if isinstance(weight, RowParts) else unquantized(weight).contiguous().chunk(2)
+        if (groups := self._in_groups(weight)) is not None:
+            return self._pack_groups(groups, bias, is_gated=True, clamp=clamp)
+        weight = self._plain(weight)
+        packed = self._memory.allocate(self._packed_size(2 * _padded(inner), k), self.dtype)
+        halves = weight.parts if isinstance(weight, RowParts) else weight.contiguous().chunk(2)
         for rows, (gate, up) in self._reader.rows(halves, abi.NUM_LANES):
             to = packed.data_ptr() + self._packed_size(2 * rows.start, k) * self.dtype.itemsize
             self.library.er_pack_gate_up(gate, up, k, len(rows), k, to, self._kind, 1)
@@ -96,9 +125,12 @@ class CpuBackend(RecordingBackend):
         num_own, size = weight.shape
         return NativeEmbedding(weight, size=size, num_own=num_own, first=first, is_packed=False)
 
-    def pack_tied_embedding(self, weight: Tensor, first: int) -> tuple[NativeEmbedding, NativeLinear]:
+    def pack_tied_embedding(self, weight: Weight, first: int) -> tuple[NativeEmbedding, NativeLinear]:
         (num_own, size), product = weight.shape, self.pack_linear(weight, None)
-        return NativeEmbedding(product.packed, size=size, num_own=num_own, first=first, is_packed=True), product
+        table = NativeEmbedding(
+            product.packed, size=size, num_own=num_own, first=first, is_packed=True, grouping=product.grouping
+        )
+        return table, product
 
     def pack_experts(self, gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight]) -> ExpertProducts:
         return NativeProducts(self.library, gate_up, down, self._scratch, num_threads=self.num_threads)
@@ -129,10 +161,33 @@ class CpuBackend(RecordingBackend):
         return mla_cache_block(block_size, size)  # torch computes this attention
 
     def _linear(
-        self, packed: Tensor, bias: Tensor | None, *, n: int, k: int, is_gated: bool, clamp: ClampedSwiglu | None = None
+        self,
+        packed: Tensor,
+        bias: Tensor | None,
+        *,
+        n: int,
+        k: int,
+        is_gated: bool,
+        clamp: ClampedSwiglu | None = None,
+        grouping: Grouping | None = None,
     ) -> NativeLinear:
-        threads = self.num_threads
-        return NativeLinear(self.library, packed, bias, n=n, k=k, is_gated=is_gated, clamp=clamp, num_threads=threads)
+        return NativeLinear(
+            self.library,
+            packed,
+            bias,
+            dtype=self.dtype,
+            grouping=grouping,
+            n=n,
+            k=k,
+            is_gated=is_gated,
+            clamp=clamp,
+            num_threads=self.num_threads,
+        )
+
+
+def _padded(inner: int) -> int:
+    """Return the number of gates of whole panels: a panel has equally many gates and gated outputs."""
+    return -(-inner // abi.NUM_LANES) * abi.NUM_LANES
 
 
 @lru_cache(maxsize=1024)
@@ -141,8 +196,8 @@ def _packed_size(library: ctypes.CDLL, n: int, k: int, kind: int) -> int:
     return size
 
 
-def _parts(weight: LoadedWeight, *, multiple: int) -> Sequence[Tensor]:
+def _parts(weight: Tensor | RowParts, *, multiple: int) -> Sequence[Tensor]:
     """Return contiguous parts of a weight, all but the last of a multiple of `multiple` rows."""
     if not isinstance(weight, RowParts):
-        return [unquantized(weight).contiguous()]
+        return [weight.contiguous()]
     return weight.parts if all(len(part) % multiple == 0 for part in weight.parts[:-1]) else [torch.cat(weight.parts)]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eagleray.kernels.backend import ExpertProducts
 from eagleray.kernels.cpu.abi import CStruct, abi
+from eagleray.kernels.cpu.grouped import Grouping
 from eagleray.kernels.cpu.linear import NativeLinear, threads_for
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.params import RouterParams
@@ -116,12 +117,17 @@ class NativeProducts(ExpertProducts):
         biases = [_pointers([one.bias for one in part if one.bias is not None]) for part in parts]
         assert all(len(bias) in (0, self.num_slots) for bias in biases), "all experts have a bias, or none"
         self._pointers = weights, biases
+        groupings = [{one.grouping for one in part} for part in parts]
+        assert all(map(_is_single, groupings)), "the experts of a layer have one layout"
+        (gate_up_grouping,), (down_grouping,) = groupings
         self.c_experts = abi.CExperts(
             num_slots=self.num_slots,
             hidden=self._down[0].n,
             inner=self._down[0].k,
             gate_up=ctypes.addressof(weights[0]),
             down=ctypes.addressof(weights[1]),
+            gate_up_grouping=None if gate_up_grouping is None else gate_up_grouping.pointer,
+            down_grouping=None if down_grouping is None else down_grouping.pointer,
             gate_up_bias=ctypes.addressof(biases[0]) if len(biases[0]) else None,
             down_bias=ctypes.addressof(biases[1]) if len(biases[1]) else None,
             epilogue=self._gate_up[0].epilogue,
@@ -131,7 +137,8 @@ class NativeProducts(ExpertProducts):
         self._library = library
         self._scratch = scratch
         self._num_threads = num_threads
-        self._dtype = self._down[0].packed.dtype
+        self._dtype = self._down[0].dtype
+        self._num_bytes = self._gate_up[0].packed.nbytes + self._down[0].packed.nbytes
         self._kind = int(self._dtype == torch.bfloat16)
 
     def pairs(self, x: Tensor, slots: Tensor) -> Tensor:
@@ -182,13 +189,17 @@ class NativeProducts(ExpertProducts):
         tokens = min(EXPERT_TOKENS, 1 << (n - 1).bit_length())
         size = self._library.er_experts_scratch_size(self.c_experts, k, tokens, self._kind)
         num_weights = 3 * k * self.c_experts.hidden * self.c_experts.inner
-        threads = threads_for(num_weights, self._dtype, n, self._num_threads)
+        threads = threads_for(num_weights, k * self._num_bytes, n, self._num_threads)
         return self._scratch.reserve(size), tokens, self._kind, threads
 
 
 def _linears(weights: Sequence[LinearWeight]) -> list[NativeLinear]:
     assert all(isinstance(weight, NativeLinear) for weight in weights)
     return [weight for weight in weights if isinstance(weight, NativeLinear)]
+
+
+def _is_single(groupings: set[Grouping | None]) -> bool:
+    return len(groupings) == 1
 
 
 def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.adapters import NativeAdapterSite
+from eagleray.kernels.cpu.grouped import Grouping
 from eagleray.kernels.params import ClampedSwiglu
 from eagleray.kernels.recording import EmbeddingTable, LinearWeight
 from eagleray.kernels.storage import memory_of
@@ -21,14 +22,21 @@ OPERATIONS_PER_SECOND = 400e9
 """Rough arithmetic rate of one thread."""
 
 
-def threads_for(num_weights: int, dtype: torch.dtype, num_rows: int, num_threads: int) -> int:
-    """Return the number of threads, at most `num_threads`, that multiply `num_rows` with `num_weights` fastest."""
-    seconds = num_weights * max(dtype.itemsize / BYTES_PER_SECOND, 2 * num_rows / OPERATIONS_PER_SECOND)
+def threads_for(num_weights: int, num_bytes: int, num_rows: int, num_threads: int) -> int:
+    """Return the number of threads, at most `num_threads`, that multiply `num_rows` with `num_weights` fastest, which
+    take `num_bytes`."""
+    seconds = max(num_bytes / BYTES_PER_SECOND, 2 * num_rows * num_weights / OPERATIONS_PER_SECOND)
     return 1 if seconds < SINGLE_THREAD_SECONDS else num_threads
 
 
+def weight_bits(dtype: torch.dtype, grouping: ctypes._Pointer[CStruct]) -> int:
+    """Return the bits of a packed number. `grouping`: the layout of a weight of few bits, or a null pointer."""
+    bits: int = grouping.contents.bits if grouping else 8 * dtype.itemsize
+    return bits
+
+
 class NativeLinear(LinearWeight):
-    """A packed weight of a product.
+    """A packed weight of a product with rows of `dtype`. `grouping`: the layout of a weight of few bits.
 
     `n` is the number of outputs before gating: if `is_gated`, half of them are gates. `k` is the number of inputs.
     """
@@ -39,6 +47,8 @@ class NativeLinear(LinearWeight):
         packed: Tensor,
         bias: Tensor | None,
         *,
+        dtype: torch.dtype,
+        grouping: Grouping | None = None,
         n: int,
         k: int,
         is_gated: bool,
@@ -46,6 +56,8 @@ class NativeLinear(LinearWeight):
         num_threads: int,
     ) -> None:
         self.packed = packed
+        self.dtype = dtype
+        self.grouping = grouping
         self.n, self.k = n, k
         self.bias = None if bias is None else bias.float().contiguous()
         self._library = library
@@ -58,7 +70,7 @@ class NativeLinear(LinearWeight):
         )
         gated_epilogue = abi.EPILOGUE_SILU if clamp is None else abi.EPILOGUE_CLAMPED_SWIGLU
         self.epilogue = gated_epilogue if is_gated else abi.EPILOGUE_STORE
-        self._out = torch.empty(0, self.size, dtype=packed.dtype if is_gated else torch.float32)
+        self._out = torch.empty(0, self.size, dtype=dtype if is_gated else torch.float32)
 
     def storage(self) -> list[Tensor]:
         return memory_of(self.packed, self.bias)
@@ -74,6 +86,7 @@ class NativeLinear(LinearWeight):
             swiglu=self.swiglu,
             weight=self.packed.data_ptr(),
             bias=self._bias_address,
+            grouping=None if self.grouping is None else self.grouping.pointer,
             adapters=None if adapters is None else ctypes.pointer(adapters.c_site()),
         )
 
@@ -82,7 +95,7 @@ class NativeLinear(LinearWeight):
         return None if self.bias is None else self.bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
-        x, dtype = x.contiguous(), self.packed.dtype
+        x, dtype = x.contiguous(), self.dtype
         assert x.dtype == dtype and x.shape[1] == self.k
         if len(x) > len(self._out):
             self._out = torch.empty(len(x), self.size, dtype=self._out.dtype)
@@ -98,21 +111,33 @@ class NativeLinear(LinearWeight):
             swiglu=self.swiglu,
             y=self._out.data_ptr(),
             y_stride=self.size,
+            grouping=None if self.grouping is None else self.grouping.pointer,
         )
-        threads = threads_for(self.n * self.k, dtype, len(x), self._num_threads)
+        threads = threads_for(self.n * self.k, self.packed.nbytes, len(x), self._num_threads)
         self._library.er_multiply(product, 1, int(dtype == torch.bfloat16), threads)
         return self._out[: len(x)]
 
 
 class NativeEmbedding(EmbeddingTable):
-    """The vectors [num_own, size] of the tokens from id `first` on, plain or packed as the weight of a product."""
+    """The vectors [num_own, size] of the tokens from id `first` on, plain or packed as the weight of a product.
+    `grouping`: the layout of a packed weight of few bits."""
 
-    def __init__(self, values: Tensor, *, size: int, num_own: int, first: int, is_packed: bool) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        *,
+        size: int,
+        num_own: int,
+        first: int,
+        is_packed: bool,
+        grouping: Grouping | None = None,
+    ) -> None:
         self.size = size
         self._values = values.contiguous()
         self._num_own = num_own
         self._first = first
         self._is_packed = is_packed
+        self._grouping = grouping
 
     def storage(self) -> list[Tensor]:
         return memory_of(self._values)
@@ -122,6 +147,7 @@ class NativeEmbedding(EmbeddingTable):
         return abi.CEmbed(
             values=self._values.data_ptr(),
             is_packed=self._is_packed,
+            grouping=None if self._grouping is None else self._grouping.pointer,
             size=self.size,
             first=self._first,
             num_own=self._num_own,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.experts import EXPERT_TOKENS, aligned
-from eagleray.kernels.cpu.linear import threads_for
+from eagleray.kernels.cpu.linear import threads_for, weight_bits
 from eagleray.kernels.cpu.mla import NativeMLA
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits, power_of_two
 from eagleray.kernels.recording import Access, Buffers, Recording, Value
@@ -119,8 +119,14 @@ class CpuProgram(Program):
         self._attention_params = [op.args.params for op in _native(lowered.ops) if op.operation == abi.OP_ATTEND]
         self._mixes = [op.args for op in _native(lowered.ops) if op.operation == abi.OP_COMPUTE_EXPERTS]
         products = [op.args for op in _native(lowered.ops) if op.operation == abi.OP_MULTIPLY]
-        self._num_weights = sum(product.n * product.k for product in products)
-        self._num_weights += sum(3 * mix.router.top_k * mix.experts.hidden * mix.experts.inner for mix in self._mixes)
+        experts = [(mix.router.top_k * mix.experts.hidden * mix.experts.inner, mix.experts) for mix in self._mixes]
+        weights = [
+            *((product.n * product.k, product.grouping) for product in products),
+            *((2 * size, one.gate_up_grouping) for size, one in experts),
+            *((size, one.down_grouping) for size, one in experts),
+        ]
+        self._num_weights = sum(size for size, _ in weights)
+        self._num_bytes = sum(size * weight_bits(self._dtype, grouping) // 8 for size, grouping in weights)
         self._adapted = [args for args in products if args.adapters]
         self._batch = abi.CBatch()
         self._metadata = self._batch.metadata  # shares its memory
@@ -157,7 +163,7 @@ class CpuProgram(Program):
         if self._lowered.mla is not None:
             self._lowered.mla.prepare(batch)
         run, kind = self._library.er_run, int(self._dtype == torch.bfloat16)
-        threads = threads_for(self._num_weights, self._dtype, num_tokens, self._num_threads)
+        threads = threads_for(self._num_weights, self._num_bytes, num_tokens, self._num_threads)
         num_own = len(token_shard(num_tokens, self._tp)) if self._tp.size > 1 else num_tokens
         for segment in self._segments:
             if segment.host is not None:

@@ -17,7 +17,7 @@ from eagleray.kernels.cuda.program import CudaProgram
 from eagleray.kernels.cuda.ranking import DeviceRanking
 from eagleray.kernels.cuda.triton.tile_product import NATIVE_FP8
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
-from eagleray.kernels.quantized import LoadedWeight, WeightFormat, in_one_part, unquantized
+from eagleray.kernels.quantized import LoadedWeight, Weight, WeightFormat, in_blocks, unquantized
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.recording import LinearWeight, Recording
 from eagleray.kernels.recording_backend import RecordingBackend
@@ -33,7 +33,7 @@ class CudaBackend(RecordingBackend):
 
     compiles_on_demand = True
     is_batch_invariant = False
-    kept_formats = frozenset(WeightFormat)
+    kept_formats = frozenset((WeightFormat.FP8, WeightFormat.MXFP4))
 
     def __init__(self, dtype: torch.dtype, *, captures: bool = True, prefills_by_fa3: bool = False) -> None:
         super().__init__(dtype)
@@ -44,18 +44,18 @@ class CudaBackend(RecordingBackend):
         return CudaAdapterSite(table, in_features, out_features)
 
     def pack_linear(self, weight: LoadedWeight, bias: Tensor | None) -> CudaLinear:
-        return CudaLinear(in_one_part(weight), bias)
+        return CudaLinear(in_blocks(weight), bias)
 
     def pack_exact_linear(self, weight: Tensor) -> CudaLinear:
         return CudaLinear(weight.float(), None, is_float32=True)
 
     def pack_gated_linear(self, weight: LoadedWeight, bias: Tensor | None, clamp: ClampedSwiglu | None) -> CudaLinear:
-        return CudaLinear(in_one_part(weight), bias, is_gated=True, clamp=clamp)
+        return CudaLinear(in_blocks(weight), bias, is_gated=True, clamp=clamp)
 
     def pack_embedding(self, weight: Tensor, first: int) -> CudaEmbedding:
         return CudaEmbedding(weight, first)
 
-    def pack_tied_embedding(self, weight: Tensor, first: int) -> tuple[CudaEmbedding, CudaLinear]:
+    def pack_tied_embedding(self, weight: Weight, first: int) -> tuple[CudaEmbedding, CudaLinear]:
         product = self.pack_linear(weight, None)
         return CudaEmbedding(unquantized(product.weight), first), product
 

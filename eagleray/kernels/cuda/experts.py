@@ -21,7 +21,7 @@ from eagleray.kernels.cuda.triton.routing import (
     route,
 )
 from eagleray.kernels.cuda.triton.weighted_sum import weighted_sum
-from eagleray.kernels.quantized import Weight
+from eagleray.kernels.quantized import BlockWeight
 from eagleray.kernels.recording import ExpertsOp, LinearWeight, Value
 
 
@@ -130,7 +130,7 @@ def _linears(weights: Sequence[LinearWeight]) -> list[CudaLinear]:
     return [weight for weight in weights if isinstance(weight, CudaLinear)]
 
 
-def _stack(linears: Sequence[CudaLinear]) -> tuple[Weight, Tensor | None]:
+def _stack(linears: Sequence[CudaLinear]) -> tuple[BlockWeight, Tensor | None]:
     """Return the weights [slots, out_features, in_features] and biases [slots, out_features] of all slots."""
     stacked = linears[0].stack
     if stacked is not None and stacked[0].shape[0] == len(linears) and all(it.stack is stacked for it in linears):

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagleray.kernels.cuda.triton.linear import quantized_gated_linear, quantized_linear
 from eagleray.kernels.cuda.triton.tile_product import pad_scales
 from eagleray.kernels.params import ClampedSwiglu
-from eagleray.kernels.quantized import Fp8Weight, Mxfp4Weight, Weight
+from eagleray.kernels.quantized import BlockWeight, Fp8Weight, Mxfp4Weight
 from eagleray.kernels.recording import EmbeddingTable, LinearWeight
 from eagleray.kernels.storage import contiguous, memory_of
 from eagleray.kernels.torch.functional import clamped_swiglu, silu_and_mul
@@ -26,7 +26,7 @@ class CudaLinear(LinearWeight):
 
     def __init__(
         self,
-        weight: Weight,
+        weight: BlockWeight,
         bias: Tensor | None,
         *,
         is_gated: bool = False,
@@ -39,7 +39,7 @@ class CudaLinear(LinearWeight):
         self.clamp = clamp
         self.is_float32 = is_float32
         self.size = weight.shape[0] // 2 if is_gated else weight.shape[0]
-        self.stack: tuple[Weight, Tensor | None] | None = None
+        self.stack: tuple[BlockWeight, Tensor | None] | None = None
         """Weights and biases of all expert slots, if these are views of them."""
 
     def storage(self) -> list[Tensor]:
@@ -79,13 +79,13 @@ class CudaLinear(LinearWeight):
         return silu_and_mul(product) if self.clamp is None else clamped_swiglu(product, self.clamp)
 
 
-def stack_weights(weights: Sequence[Weight]) -> Weight:
+def stack_weights(weights: Sequence[BlockWeight]) -> BlockWeight:
     """Return weights [slots, rows, columns] of the packed weights of all slots, which are of one format and shape."""
     first = weights[0]
     if isinstance(first, Fp8Weight):
         fp8 = [weight for weight in weights if isinstance(weight, Fp8Weight) and weight.block == first.block]
         values = torch.stack([weight.values.view(torch.uint8) for weight in fp8]).view(torch.float8_e4m3fn)
-        stacked: Weight = Fp8Weight(values, torch.stack([weight.scales for weight in fp8]), first.block)
+        stacked: BlockWeight = Fp8Weight(values, torch.stack([weight.scales for weight in fp8]), first.block)
     elif isinstance(first, Mxfp4Weight):
         mxfp4 = [weight for weight in weights if isinstance(weight, Mxfp4Weight)]
         scales = pad_scales(torch.stack([weight.scales for weight in mxfp4]))
@@ -96,7 +96,7 @@ def stack_weights(weights: Sequence[Weight]) -> Weight:
     return stacked
 
 
-def slot_weight(stacked: Weight, slot: int) -> Weight:
+def slot_weight(stacked: BlockWeight, slot: int) -> BlockWeight:
     """Return the weight of a slot, a view of `stack_weights`."""
     if isinstance(stacked, Fp8Weight):
         return Fp8Weight(stacked.values[slot], stacked.scales[slot], stacked.block)
@@ -105,7 +105,7 @@ def slot_weight(stacked: Weight, slot: int) -> Weight:
     return stacked[slot]
 
 
-def weight_memory(weight: Weight) -> list[Tensor]:
+def weight_memory(weight: BlockWeight) -> list[Tensor]:
     """Return the tensors that a packed weight consists of, contiguous and with any padding."""
     if isinstance(weight, Fp8Weight):
         return [weight.values, weight.scales]
@@ -115,7 +115,7 @@ def weight_memory(weight: Weight) -> list[Tensor]:
     return [weight]
 
 
-def _packed(weight: Weight) -> Weight:
+def _packed(weight: BlockWeight) -> BlockWeight:
     """Return the weight in the layout that products need."""
     if isinstance(weight, Fp8Weight):
         return Fp8Weight(weight.values.contiguous(), weight.scales.contiguous(), weight.block)

@@ -30,7 +30,7 @@ from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
-from eagleray.kernels.quantized import LoadedWeight, WeightFormat, unquantized
+from eagleray.kernels.quantized import LoadedWeight, Weight, WeightFormat, unquantized
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.rope import Rope
 from eagleray.kernels.storage import FunctionWithWeights, memory_of
@@ -76,9 +76,9 @@ class TorchBackend(KernelBackend):
         weight = weight.contiguous()
         return FunctionWithWeights(lambda token_ids: _embed(token_ids, weight, first), memory_of(weight))
 
-    def tied_embedding(self, weight: Tensor, first: int) -> tuple[OperationWithWeights, OperationWithWeights]:
-        weight = weight.contiguous()
-        return self.embedding(weight, first), self.linear(weight, None)
+    def tied_embedding(self, weight: Weight, first: int) -> tuple[OperationWithWeights, OperationWithWeights]:
+        plain = unquantized(weight).contiguous()
+        return self.embedding(plain, first), self.linear(plain, None)
 
     def self_attention(self, params: AttentionParams) -> Attend:
         return SelfAttention(params)

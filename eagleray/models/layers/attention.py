@@ -11,7 +11,7 @@ from eagleray.models.layers.linear import SummedLinear, linear
 from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.part import ModelPart
 from eagleray.models.sharding import features, kv_heads, shard
-from eagleray.models.weights import Cut, Param, Weights
+from eagleray.models.weights import Cut, Param, WeightRole, Weights
 
 
 class Attention(Layer):
@@ -25,7 +25,9 @@ class Attention(Layer):
         sizes = [count * size for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
         outputs = [features(local, size) for local in (heads, kv, kv)]
         names = [f"{name}.{which}_proj" for which in "qkv"]
-        self._qkv = linear(names, sizes, spec.hidden_size, outputs=outputs, bias=spec.qkv_bias)
+        self._qkv = linear(
+            names, sizes, spec.hidden_size, outputs=outputs, bias=spec.qkv_bias, role=WeightRole.ATTENTION
+        )
         self._attend = _self_attention(name, window, part, heads, kv)
         self._output = SummedLinear(
             f"{name}.o_proj",
@@ -35,6 +37,7 @@ class Attention(Layer):
             inputs=outputs[0],
             bias=spec.output_bias,
             sequence_parallel=sequence_parallel,
+            role=WeightRole.ATTENTION,
         )
 
     def __call__(self, x: HiddenStates, cache: Tensor, context: Context) -> HiddenStates:

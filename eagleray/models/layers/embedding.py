@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagleray.kernels.backend import HiddenStates, KernelBackend, Operation
+from eagleray.kernels.quantized import Weight
 from eagleray.models.layers.layer import Layer, WeightGroup
 from eagleray.models.part import ModelPart
 from eagleray.models.sharding import padded_shard
-from eagleray.models.weights import Cut, Param, Weights
+from eagleray.models.weights import Cut, Param, WeightRole, Weights
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -35,13 +36,15 @@ class EmbeddingAndHead(Layer):
         """Maps hidden states to the logits of this rank's tokens, once the last stage has loaded it. Every rank has
         the same number of tokens, so the last ones may be padding beyond the vocabulary."""
         if is_tied and mesh.is_first_stage and has_head:
-            self._tied = _group(EMBEDDING, part, own, lambda rows, kernels: kernels.tied_embedding(rows, own.start))
+            self._tied = _group(
+                EMBEDDING, part, own, lambda rows, kernels: kernels.tied_embedding(rows, own.start), WeightRole.HEAD
+            )
             return
         if mesh.is_first_stage:
-            self._embedding = _group(EMBEDDING, part, own, lambda rows, kernels: kernels.embedding(rows, own.start))
+            self._embedding = _group(EMBEDDING, part, own, _make_embedding(own.start))
         if has_head:
             name = EMBEDDING if is_tied else HEAD
-            self._head = _group(name, part, own, lambda rows, kernels: kernels.linear(rows, None))
+            self._head = _group(name, part, own, lambda rows, kernels: kernels.linear(rows, None), WeightRole.HEAD)
 
     def names(self) -> Iterator[str]:
         yield EMBEDDING
@@ -61,16 +64,28 @@ class EmbeddingAndHead(Layer):
             self.head = loaded.operation if self._tied is None else loaded.operation[1]
 
 
-def _group(
-    name: str, part: ModelPart, own: range, make: Callable[[Tensor, KernelBackend], Operation | tuple[Operation, ...]]
-) -> WeightGroup:
-    """Declare the rows `own` of the embedding or the head. Rows beyond the vocabulary are zeros."""
+Make = Callable[[Weight, KernelBackend], Operation | tuple[Operation, ...]]
+
+
+def _make_embedding(first: int) -> Make:
+    def make(rows: Weight, kernels: KernelBackend) -> Operation:
+        assert isinstance(rows, Tensor), "an embedding without a head is not quantized"
+        return kernels.embedding(rows, first)
+
+    return make
+
+
+def _group(name: str, part: ModelPart, own: range, make: Make, role: WeightRole | None = None) -> WeightGroup:
+    """Declare the rows `own` of the embedding or the head. Rows beyond the vocabulary are zeros. `role`: None if the
+    weight is not quantized."""
     spec = part.spec
     present = range(min(own.start, spec.vocab_size), min(own.stop, spec.vocab_size))
     param = Param(name, (spec.vocab_size, spec.hidden_size), Cut(0, present))
 
     def make_padded(weights: Weights, kernels: KernelBackend) -> Operation | tuple[Operation, ...]:
         rows = weights.load(param)
-        return make(F.pad(rows, (0, 0, 0, len(own) - len(present))) if len(present) < len(own) else rows, kernels)
+        if len(present) < len(own):
+            rows = F.pad(rows, (0, 0, 0, len(own) - len(present)))
+        return make(rows if role is None else weights.quantize(rows, role), kernels)
 
     return WeightGroup([param], make_padded)

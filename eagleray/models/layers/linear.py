@@ -12,7 +12,7 @@ from eagleray.kernels.backend import HiddenStates, KernelBackend, OperationWithW
 from eagleray.models.layers.layer import Layer, WeightGroup
 from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.part import ModelPart
-from eagleray.models.weights import Cut, Param, Weights
+from eagleray.models.weights import Cut, Param, WeightRole, Weights
 from eagleray.parallel.group import TensorParallelGroup
 
 
@@ -31,6 +31,7 @@ def linear(
     bias: bool = False,
     gated: bool = False,
     is_quantizable: bool = True,
+    role: WeightRole = WeightRole.FEED_FORWARD,
 ) -> WeightGroup:
     """Declare the layers `names`, whose outputs, `out_features` of each, are concatenated.
 
@@ -40,7 +41,7 @@ def linear(
     """
     shards = [None] * len(names) if outputs is None else [Cut(0, span) for span in outputs]
     sized = list(zip(names, out_features, shards, strict=True))
-    matrices = [Param(f"{name}.weight", (size, in_features), shard) for name, size, shard in sized]
+    matrices = [Param(f"{name}.weight", (size, in_features), shard, role=role) for name, size, shard in sized]
     offsets = [Param(f"{name}.bias", (size,), shard) for name, size, shard in sized] if bias else []
 
     def make(weights: Weights, kernels: KernelBackend) -> OperationWithWeights:
@@ -52,11 +53,18 @@ def linear(
 
 
 def partial_linear(
-    name: str, out_features: int, in_features: int, *, inputs: range, tp: TensorParallelGroup, bias: bool = False
+    name: str,
+    out_features: int,
+    in_features: int,
+    *,
+    inputs: range,
+    tp: TensorParallelGroup,
+    bias: bool = False,
+    role: WeightRole = WeightRole.FEED_FORWARD,
 ) -> WeightGroup:
     """Declare the part of a layer that takes `inputs`. The other ranks of `tp` have the other inputs, and the caller
     adds up the outputs of all ranks."""
-    matrix = Param(f"{name}.weight", (out_features, in_features), Cut(1, inputs))
+    matrix = Param(f"{name}.weight", (out_features, in_features), Cut(1, inputs), role=role)
     offset = Param(f"{name}.bias", (out_features,))
 
     def make(weights: Weights, kernels: KernelBackend) -> OperationWithWeights:
@@ -81,8 +89,9 @@ class SummedLinear(Layer):
         inputs: range,
         bias: bool = False,
         sequence_parallel: SequenceParallel | None = None,
+        role: WeightRole = WeightRole.FEED_FORWARD,
     ) -> None:
-        self._product = partial_linear(name, out_features, in_features, inputs=inputs, tp=part.tp, bias=bias)
+        self._product = partial_linear(name, out_features, in_features, inputs=inputs, tp=part.tp, bias=bias, role=role)
         self._sequence_parallel = sequence_parallel
         self._part = part
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.backend import AttendLatents, Context, HiddenStates, KernelBackend, Operation
+from eagleray.kernels.grouped import GroupedWeight
 from eagleray.kernels.params import MLAParams
 from eagleray.kernels.quantized import Fp8Weight, LoadedWeight, select_rows
 from eagleray.models.layers.layer import Layer, WeightGroup
@@ -18,7 +19,7 @@ from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.part import ModelPart
 from eagleray.models.sharding import features, shard
 from eagleray.models.spec import MLASpec, ModelSpec
-from eagleray.models.weights import Cut, Param, Weights
+from eagleray.models.weights import Cut, Param, WeightRole, Weights
 
 NORM_EPS = 1e-6
 """Epsilon of the inner norms, which config.json does not contain."""
@@ -42,6 +43,7 @@ class MLAAttention(Layer):
             inputs=features(heads, mla.v_head_dim),
             bias=spec.output_bias,
             sequence_parallel=sequence_parallel,
+            role=WeightRole.ATTENTION,
         )
 
     def __call__(self, x: HiddenStates, cache: Tensor, context: Context) -> HiddenStates:
@@ -57,11 +59,14 @@ class MLAQueries(Layer):
         rank, hidden = mla.q_lora_rank, spec.hidden_size
         self._down = self._norm = None
         if rank is not None:
-            self._down = linear([f"{name}.q_a_proj"], [rank], hidden, bias=spec.qkv_bias)
+            self._down = linear([f"{name}.q_a_proj"], [rank], hidden, bias=spec.qkv_bias, role=WeightRole.ATTENTION)
             self._norm = norm(f"{name}.q_a_layernorm", rank, NORM_EPS)
         last, size = ("q_proj", hidden) if rank is None else ("q_b_proj", rank)
         up = Param(
-            f"{name}.{last}.weight", (spec.num_heads * mla.query_dim, size), Cut(0, features(heads, mla.query_dim))
+            f"{name}.{last}.weight",
+            (spec.num_heads * mla.query_dim, size),
+            Cut(0, features(heads, mla.query_dim)),
+            role=WeightRole.ATTENTION,
         )
 
         def make(weights: Weights, kernels: KernelBackend) -> Operation:
@@ -77,7 +82,7 @@ class MLAQueries(Layer):
 
 def _latents(name: str, spec: ModelSpec, mla: MLASpec) -> WeightGroup:
     """Declare the product that maps hidden states to latents and the rotated part of the keys."""
-    params = [Param(f"{name}.weight", (mla.cached_size, spec.hidden_size))]
+    params = [Param(f"{name}.weight", (mla.cached_size, spec.hidden_size), role=WeightRole.ATTENTION)]
     if spec.qkv_bias:
         params.append(Param(f"{name}.bias", (mla.cached_size,)))
 
@@ -119,10 +124,11 @@ def _sort_rotated_rows(weight: LoadedWeight, mla: MLASpec, *, num_heads: int) ->
     """Reorder the outputs of a weight, which may be quantized, as `_sort_rotated` does."""
     if isinstance(weight, Tensor):
         return _sort_rotated(weight, mla, num_heads=num_heads)
-    assert isinstance(weight, Fp8Weight)
+    assert isinstance(weight, Fp8Weight | GroupedWeight)
     if not mla.is_interleaved:
         return weight
-    return select_rows(weight, _sort_rotated(torch.arange(weight.shape[0]), mla, num_heads=num_heads))
+    order = _sort_rotated(torch.arange(weight.shape[0]), mla, num_heads=num_heads)
+    return weight.select_rows(order) if isinstance(weight, GroupedWeight) else select_rows(weight, order)
 
 
 def _sort_rotated(weight: Tensor, mla: MLASpec, *, num_heads: int) -> Tensor:

@@ -16,7 +16,7 @@ from eagleray.kernels.cuda.triton.tile_product import (
     weight_rows,
 )
 from eagleray.kernels.params import ClampedSwiglu
-from eagleray.kernels.quantized import Weight
+from eagleray.kernels.quantized import BlockWeight
 
 
 def pair_tile(num_pairs: int, num_slots: int) -> int:
@@ -32,7 +32,7 @@ def pair_tile(num_pairs: int, num_slots: int) -> int:
 
 def grouped_gated_linear(
     x: Tensor,
-    weight: Weight,
+    weight: BlockWeight,
     bias: Tensor | None,
     clamp: ClampedSwiglu | None,
     tiles: PairTiles,
@@ -49,7 +49,7 @@ def grouped_gated_linear(
     _launch(x, weight, bias, tiles, top_k, out, GATED=True, **gate_constants(clamp))
 
 
-def grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, tiles: PairTiles, *, out: Tensor) -> None:
+def grouped_linear(x: Tensor, weight: BlockWeight, bias: Tensor | None, tiles: PairTiles, *, out: Tensor) -> None:
     """Write the product of each pair to `out` [num_pairs, out_features]. `x`: [num_pairs, in_features] of the model's
     dtype. `weight`: [num_slots, out_features, in_features], `bias`: [num_slots, out_features]. Rows of `out` without a
     slot are not written."""
@@ -58,7 +58,7 @@ def grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, tiles: PairTi
 
 def _launch(
     x: Tensor,
-    weight: Weight,
+    weight: BlockWeight,
     bias: Tensor | None,
     tiles: PairTiles,
     top_k: int,

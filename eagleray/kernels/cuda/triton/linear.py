@@ -21,7 +21,7 @@ from eagleray.kernels.cuda.triton.tile_product import (
     weight_rows,
 )
 from eagleray.kernels.params import ClampedSwiglu
-from eagleray.kernels.quantized import Weight
+from eagleray.kernels.quantized import BlockWeight
 
 FEW_TOKENS = 64
 
@@ -32,7 +32,7 @@ TILES_OF_A_GROUP = 8
 """Tiles of tokens that are multiplied with a block of rows before the next block is read."""
 
 
-def quantized_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, out: Tensor) -> None:
+def quantized_linear(x: Tensor, weight: BlockWeight, bias: Tensor | None = None, *, out: Tensor) -> None:
     """Write the product x @ weight.T + bias to `out` [num_tokens, rows].
 
     `x`: [num_tokens, columns] of the model's dtype; `weight`: [rows, columns]; `bias`: [rows]. Float32 sums, rounded
@@ -43,7 +43,7 @@ def quantized_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, o
 
 def quantized_gated_linear(
     x: Tensor,
-    weight: Weight,
+    weight: BlockWeight,
     bias: Tensor | None = None,
     clamp: ClampedSwiglu | None = None,
     *,
@@ -54,7 +54,7 @@ def quantized_gated_linear(
     _launch(x, weight, bias, out, GATED=True, **gate_constants(clamp))
 
 
-def linear_config(num_tokens: int, weight: Weight, dtype: torch.dtype) -> TileConfig:
+def linear_config(num_tokens: int, weight: BlockWeight, dtype: torch.dtype) -> TileConfig:
     """Return the sizes of tiles for a number of tokens."""
     tokens = min(max(triton.next_power_of_2(num_tokens), 16), 128)
     if num_tokens > FEW_TOKENS or dtype == torch.float32:
@@ -64,7 +64,7 @@ def linear_config(num_tokens: int, weight: Weight, dtype: torch.dtype) -> TileCo
     return TileConfig(tokens, 32, 128, num_warps=2, num_stages=5)
 
 
-def _launch(x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor, **constants: bool | float) -> None:
+def _launch(x: Tensor, weight: BlockWeight, bias: Tensor | None, out: Tensor, **constants: bool | float) -> None:
     (num_tokens, columns), (rows, _) = x.shape, weight.shape
     assert weight.shape[1] == columns and x.stride(1) == out.stride(1) == 1
     assert out.shape == (num_tokens, rows // 2 if constants["GATED"] else rows)

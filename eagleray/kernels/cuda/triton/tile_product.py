@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagleray.kernels.cuda.triton.gate import apply_gate
-from eagleray.kernels.quantized import MXFP4_BLOCK, Fp8Weight, Weight
+from eagleray.kernels.quantized import MXFP4_BLOCK, BlockWeight, Fp8Weight
 
 PLAIN = tl.constexpr(0)
 FP8 = tl.constexpr(1)
@@ -52,7 +52,7 @@ class TileConfig:
         return {"TOKENS": self.tokens, "ROWS": self.rows, "FEATURES": self.features}
 
 
-def tile_config(tokens: int, weight: Weight, dtype: torch.dtype) -> TileConfig:
+def tile_config(tokens: int, weight: BlockWeight, dtype: torch.dtype) -> TileConfig:
     """Return the sizes for a product with tiles of 16, 32, 64 or 128 tokens."""
     if dtype == torch.float32:  # multiplied without tensor cores
         return TileConfig(tokens, 32, 32, num_warps=4, num_stages=2)
@@ -75,7 +75,7 @@ class WeightOperand:
     constants: dict[str, int]
 
     @classmethod
-    def of(cls, weight: Weight) -> Self:
+    def of(cls, weight: BlockWeight) -> Self:
         """Return the operand, which points to the memory of `weight`, of any number of dimensions."""
         *_, rows, columns = weight.shape
         assert rows * columns < 1 << 31, "offsets in a matrix are computed in int32"

@@ -1,0 +1,148 @@
+"""Weights of few bits for the CPU kernels: their packing, quantization, and the C structs that describe them.
+
+Formats of checkpoints become groups, see `csrc/grouped.h`, without a change of any number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from eagleray.kernels.cpu.abi import CStruct, abi
+from eagleray.kernels.grouped import GROUP_SIZES, Encoding, GroupedWeight, value_table
+from eagleray.kernels.quantized import MXFP4_SCALE_BIAS, Fp8Weight, Mxfp4Weight, QuantizedWeight, WeightFormat
+
+SCALE_KINDS = {
+    torch.float16: abi.SCALE_FLOAT16,
+    torch.bfloat16: abi.SCALE_BFLOAT16,
+    torch.float32: abi.SCALE_FLOAT32,
+}
+
+GROUP_SIZE = 32
+"""Columns of a group in a weight that is quantized when it is loaded."""
+ENCODINGS = {WeightFormat.INT4: Encoding.INT4, WeightFormat.INT8: Encoding.INT8}
+"""The formats that weights can be quantized to in groups."""
+
+
+@dataclass(frozen=True, slots=False)
+class Grouping:
+    """The layout of a packed weight of few bits. Weights of one layout are exchangeable."""
+
+    encoding: Encoding
+    size: int
+    """Columns of a group."""
+    scale_dtype: torch.dtype
+    has_offsets: bool
+
+    @cached_property
+    def c(self) -> CStruct:
+        """The layout as a C struct, which lives as long as this object."""
+        return abi.CGrouping(
+            bits=self.encoding.bits,
+            size=self.size,
+            scale_kind=SCALE_KINDS[self.scale_dtype],
+            has_offsets=self.has_offsets,
+            values=value_table(self.encoding).data_ptr(),
+        )
+
+    @property
+    def pointer(self) -> ctypes._Pointer[CStruct]:
+        return ctypes.pointer(self.c)
+
+
+@cache
+def grouping_of(encoding: Encoding, size: int, scale_dtype: torch.dtype, has_offsets: bool) -> Grouping:
+    """Return the layout of a weight, one object for each layout."""
+    return Grouping(encoding, size, scale_dtype, has_offsets)
+
+
+def pack(library: ctypes.CDLL, weight: GroupedWeight, out: Tensor, *, inner: int = 0) -> None:
+    """Pack a weight whose group size is one of `GROUP_SIZES` into `out`, uint8. `inner`: see `er_pack_grouped`."""
+    scales, codes = weight.scales.contiguous(), weight.codes.contiguous()
+    offsets = None if weight.offsets is None else weight.offsets.contiguous()
+    library.er_pack_grouped(
+        layout(weight).c,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        None if offsets is None else offsets.data_ptr(),
+        *codes.shape,
+        inner,
+        out.data_ptr(),
+        1,
+    )
+
+
+def layout(weight: GroupedWeight) -> Grouping:
+    return grouping_of(weight.encoding, weight.group_size, weight.scales.dtype, weight.offsets is not None)
+
+
+def packed_size(library: ctypes.CDLL, grouping: Grouping, n: int, k: int) -> int:
+    """Return the bytes of a packed weight of n outputs and k inputs."""
+    size: int = library.er_grouped_size(grouping.c, n, k)
+    return size
+
+
+def quantize(library: ctypes.CDLL, weight: Tensor, kind: WeightFormat) -> GroupedWeight | Tensor:
+    """Return a weight [rows, columns] in groups of `GROUP_SIZE`, or the weight itself if these do not divide it."""
+    rows, columns = weight.shape
+    if columns % GROUP_SIZE != 0:
+        return weight
+    encoding, plain = ENCODINGS[kind], weight.contiguous()
+    codes = torch.empty(plain.shape, dtype=torch.uint8)
+    scales = torch.empty((rows, columns // GROUP_SIZE), dtype=torch.float16)
+    is_bfloat16 = int(plain.dtype == torch.bfloat16)
+    library.er_quantize(
+        *(plain.data_ptr(), rows, columns, encoding.bits, GROUP_SIZE),
+        *(codes.data_ptr(), scales.data_ptr(), is_bfloat16, 1),
+    )
+    return GroupedWeight(codes, scales, encoding)
+
+
+def in_groups(weight: QuantizedWeight) -> GroupedWeight | None:
+    """Return a quantized weight in groups of one of `GROUP_SIZES`, or None if its blocks cannot be divided so."""
+    match weight:
+        case Fp8Weight():
+            return _of_fp8(weight)
+        case Mxfp4Weight():
+            return _of_mxfp4(weight)
+        case GroupedWeight():
+            return _in_smaller_groups(weight)
+
+
+def _of_fp8(weight: Fp8Weight) -> GroupedWeight | None:
+    rows, columns = weight.shape
+    high, wide = weight.block
+    size = _group_size(columns, wide)
+    if size is None:
+        return None
+    firsts = torch.arange(0, columns, size) // wide  # the block in which each group lies
+    scales = weight.scales.repeat_interleave(high, dim=0)[:rows, firsts]
+    return GroupedWeight(weight.values.view(torch.uint8), scales, Encoding.E4M3)
+
+
+def _of_mxfp4(weight: Mxfp4Weight) -> GroupedWeight:
+    codes = torch.stack((weight.blocks & 15, weight.blocks >> 4), dim=-1).flatten(1)
+    powers = torch.ldexp(torch.ones(weight.scales.shape), weight.scales.int() - MXFP4_SCALE_BIAS)
+    return GroupedWeight(codes, powers.to(torch.bfloat16), Encoding.E2M1)
+
+
+def _in_smaller_groups(weight: GroupedWeight) -> GroupedWeight | None:
+    columns, stored = weight.shape[1], weight.group_size
+    if stored * weight.scales.shape[1] != columns or (size := _group_size(columns, stored)) is None:
+        return None
+    if size == stored:
+        return weight
+    repeats = stored // size
+    offsets = None if weight.offsets is None else weight.offsets.repeat_interleave(repeats, dim=1)
+    return GroupedWeight(weight.codes, weight.scales.repeat_interleave(repeats, dim=1), weight.encoding, offsets)
+
+
+def _group_size(columns: int, stored: int) -> int | None:
+    """Return the largest size of groups that divides columns and stored groups."""
+    common = math.gcd(columns, min(stored, columns))
+    return next((size for size in GROUP_SIZES if common % size == 0), None)
