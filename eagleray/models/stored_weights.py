@@ -22,8 +22,7 @@ from eagleray.kernels.quantized import (
     group_scales,
 )
 from eagleray.log import get_logger
-from eagleray.models.quantization import Quantizers
-from eagleray.models.weights import Cut, Param, WeightRole
+from eagleray.models.weights import Cut, Param, Quantizers, WeightRole
 
 logger = get_logger(__name__)
 

@@ -5,7 +5,7 @@ A `Param` is declared by every rank for the whole model; its `shard` is the part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -97,6 +97,10 @@ class Alias:
     shape: tuple[int, ...]
     split: Callable[[Tensor], Iterator[tuple[str, Tensor]]]
     """Yields the names and tensors for which it stands, as views."""
+
+
+Quantizers = Mapping[WeightRole, Callable[[Tensor], Weight]]
+"""Functions that quantize a weight [rows, columns], by its role. Weights of other roles are kept."""
 
 
 class Weights(Protocol):
