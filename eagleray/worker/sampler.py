@@ -41,6 +41,8 @@ NOTHING_LEFT_BY_GRAMMAR = (
     "thinking_token_budget together forbid every one; loosen them"
 )
 
+NO_INDICES = np.empty(0, dtype=np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -176,7 +178,7 @@ class _Batch:
 
     def logit_indices(self, use: SamplingFeature) -> IntArray:
         """Return the indices of the logits whose row uses the feature."""
-        return np.flatnonzero(self.use & use)
+        return np.flatnonzero(self.use & int(use)) if self.used & use else NO_INDICES
 
 
 class HostSampler(TokenSampler[HostPlan]):
