@@ -110,17 +110,18 @@ def test_grammar_rows_masks_are_left_to_threads_after_costly_ones(monkeypatch: p
     monkeypatch.setattr(grammar_rows, "MIN_SECONDS_OF_THREADS", 0.02)
     rows = random_grammars.grammar_rows(VOCAB_SIZE)
     rows.add_row(0, Sampling(seed=0, grammar=random_grammars.random_grammar("a")), [])
-    fill_mask, is_costly, threads = random_grammars.RandomMatcher.fill_mask, False, []
+    fill_mask, threads = random_grammars.RandomMatcher.fill_mask, []
+    are_costly = [False, True, True, False, False]
 
     def fill(self: random_grammars.RandomMatcher, mask: np.ndarray) -> None:
+        ends_at = time.thread_time() + (0.04 if are_costly[len(threads)] else 0)
         threads.append(threading.current_thread())
-        ends_at = time.thread_time() + (0.04 if is_costly else 0)
         fill_mask(self, mask)
         while time.thread_time() < ends_at:
             pass
 
     monkeypatch.setattr(random_grammars.RandomMatcher, "fill_mask", fill)
-    for is_costly in (False, True, True, False, False):
+    for _ in are_costly:
         rows.begin_masks(select(rows, 0)).wait()
     # Nothing is known of the first masks.
     own = threading.current_thread()
