@@ -13,7 +13,7 @@ from oracle import Oracle
 from ranks import run_ranks, topology
 from safetensors.torch import load_file, save_file
 
-from eagleray.errors import CheckpointError, ConfigError
+from eagleray.errors import CheckpointError
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.torch import mla
@@ -185,12 +185,6 @@ def test_load_model_draft_layers_are_left_out(tmp_path):
     edit_config(checkpoint, num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=r"has no place for model\.layers\.3\.eh_proj\.weight"):
         load(checkpoint)
-
-
-def test_load_model_deterministic_is_refused(tmp_path):
-    checkpoint = make_checkpoint(tmp_path, "deepseek_v2", tokenizer=False)
-    with pytest.raises(ConfigError, match="the attention of DeepseekV2ForCausalLM is not batch-invariant"):
-        load(checkpoint, invariant_for="deterministic")
 
 
 def test_forward_batch_of_no_tokens_returns_nothing(tmp_path):
