@@ -31,6 +31,7 @@ NAMES = {
     abi.OP_NORMALIZE: "normalize",
     abi.OP_MULTIPLY: "multiply",
     abi.OP_ATTEND: "attend",
+    abi.OP_ATTEND_MLA: "attend, latent",
     abi.OP_COMPUTE_EXPERTS: "experts",
     abi.OP_ADD: "add",
     abi.OP_CLEAR: "clear",
