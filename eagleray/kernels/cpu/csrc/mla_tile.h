@@ -17,7 +17,7 @@ constexpr int64_t VALUE_FEATURES = VECTORS * LANES;  // of a copy
 
 // Cached vectors that are multiplied at a time with N vectors of rows, and fit into the registers with them.
 template <int N>
-constexpr int TOKENS = PARTS > 1 ? MAX_ROWS : N == 1 ? 12 : 8;
+constexpr int TOKENS = PARTS > 1 ? MAX_ROWS : N == 1 ? 10 : 8;
 
 constexpr int64_t MOST_TOKENS = TOKENS<1>;
 
@@ -28,19 +28,19 @@ __attribute__((noinline)) void score_tokens(const T* const* tokens, const T* con
   Totals<T, M, N> totals;
   const T* from[M];
   for (int m = 0; m < M; m++) from[m] = tokens[m];
-  const int64_t line = CACHE_LINE / int64_t(sizeof(T));
-  int fetched = 0;
-  for (int64_t i = 0; i < size; i += PAIR<T>, queries += TILE * PAIR<T>) {
-    if (i % line == 0) fetched = 0;
-    if (fetched < M) __builtin_prefetch(later[fetched++] + i);
-    Register<T> b[N * PARTS];
+  constexpr int64_t LINE = CACHE_LINE / int64_t(sizeof(T));
+  for (int64_t begin = 0; begin < size; begin += LINE) {
+    for (int m = 0; m < M; m++) __builtin_prefetch(later[m] + begin);
+    for (int64_t i = begin; i < std::min(begin + LINE, size); i += PAIR<T>, queries += TILE * PAIR<T>) {
+      Register<T> b[N * PARTS];
 #pragma GCC unroll 16
-    for (int n = 0; n < N * PARTS; n++) b[n] = read<Register<T>>(queries + n * WIDTH * PAIR<T>);
+      for (int n = 0; n < N * PARTS; n++) b[n] = read<Register<T>>(queries + n * WIDTH * PAIR<T>);
 #pragma GCC unroll 16
-    for (int m = 0; m < M; m++) {
-      Register<T> pair = splat_to(Register<T>{}, from[m] + i);
+      for (int m = 0; m < M; m++) {
+        Register<T> pair = splat_to(Register<T>{}, from[m] + i);
 #pragma GCC unroll 16
-      for (int n = 0; n < N * PARTS; n++) totals.of[m][n] = add_products(totals.of[m][n], pair, b[n]);
+        for (int n = 0; n < N * PARTS; n++) totals.of[m][n] = add_products(totals.of[m][n], pair, b[n]);
+      }
     }
   }
   totals.write(scores, TILE);
