@@ -134,6 +134,20 @@ def test_forward_divided_among_ranks_equals_whole_model(family, overrides, tp, p
         torch.testing.assert_close(logits, expected, atol=ROUNDING, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_forward_on_a_cpu_is_one_native_call(family, tmp_path):
+    """Sums over ranks alone cut the program: two in each layer, and that of the embeddings."""
+    checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
+
+    def segments(groups: Groups) -> list[bool]:
+        model = load(checkpoint, groups=groups)
+        logits_in_chunks(model, prompt(5), 5)
+        return [segment.host is None for segment in model._run._program._segments]
+
+    assert segments(Groups.single()) == [True]
+    assert run_ranks(segments, topology(tp=2)) == [[True, False] * 7 + [True]] * 2
+
+
 @pytest.mark.parametrize("dispatch", ["all-reduce", "all-gather", "all-to-all"])
 def test_forward_experts_divided_among_ranks_equals_whole_model(dispatch, tmp_path):
     """Some steps have so few tokens that a rank has none."""
