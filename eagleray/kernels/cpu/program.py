@@ -243,8 +243,13 @@ class CpuProgram(Program):
         experts = [library.er_experts_scratch_size(mix.experts, mix.router.top_k, tokens, kind) for mix in self._mixes]
         top_k = max((mix.router.top_k for mix in self._mixes), default=0)
         adapters = [library.er_adapter_scratch_size(args, capacity) for args in self._adapted]
-        shared = (max(sizes, default=0) for sizes in (attention, latents, experts))
-        return *shared, 4 * capacity * top_k, max(adapters, default=0)
+        return (
+            max(attention, default=0),
+            max(latents, default=0),
+            max(experts, default=0),
+            4 * capacity * top_k,
+            max(adapters, default=0),
+        )
 
 
 def _with_room(number: int) -> int:

@@ -10,12 +10,12 @@
 namespace eagleray {
 namespace {
 
-constexpr int64_t ROW_VECTORS = TILE / LANES;
 static_assert(TILE == 3 * LANES, "see `multiply_queries` for the numbers of vectors");
 
 constexpr int64_t VALUE_FEATURES = VECTORS * LANES;  // of a copy
 
-// Cached vectors that are multiplied at a time with N vectors of rows, and fit into the registers with them.
+// Cached vectors that are multiplied with N vectors of rows at a time. Their sums fit into the vector registers, and
+// their addresses into the others.
 template <int N>
 constexpr int TOKENS = PARTS > 1 ? MAX_ROWS : N == 1 ? 10 : 8;
 
