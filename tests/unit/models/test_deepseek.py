@@ -59,11 +59,17 @@ def checkpoint(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), family, tokenizer=False, **overrides)
 
 
+@pytest.fixture
+def plain(monkeypatch):
+    """Run with plain torch."""
+    monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: OneDnnBackend())
+
+
 @pytest.fixture(params=["chosen", "plain"])
-def kernels(request, monkeypatch):
+def kernels(request):
     """Run with the backend that is chosen on this machine, and with plain torch."""
     if request.param == "plain":
-        monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: OneDnnBackend())
+        request.getfixturevalue("plain")
 
 
 @pytest.fixture(autouse=True)
@@ -85,14 +91,22 @@ def test_forward_prompt_in_chunks_equals_transformers(checkpoint, kernels):
         torch.testing.assert_close(logits_in_chunks(model, prompt(90), chunk), expected, atol=EXACT, rtol=0)
 
 
-@pytest.mark.parametrize("room", [1 << 30, 1], ids=["all heads at once", "head by head"])
-def test_forward_long_prompt_equals_transformers(room, tmp_path, monkeypatch):
-    """The prompt is so long that attention computes the queries in pieces."""
-    monkeypatch.setattr(mla, "EXPANDED_BYTES", room)
-    checkpoint = make_checkpoint(tmp_path, "deepseek_v3", tokenizer=False)
+def check_long_prompt(directory) -> None:
+    """Check a prompt that is so long that attention computes it in pieces."""
+    checkpoint = make_checkpoint(directory, "deepseek_v3", tokenizer=False)
     model, expected = load(checkpoint), Oracle(checkpoint).logits(prompt(620))
     for chunk in (620, 300):
         torch.testing.assert_close(logits_in_chunks(model, prompt(620), chunk), expected, atol=EXACT, rtol=0)
+
+
+def test_forward_long_prompt_equals_transformers(tmp_path):
+    check_long_prompt(tmp_path)
+
+
+@pytest.mark.parametrize("room", [1 << 30, 1], ids=["all heads at once", "head by head"])
+def test_forward_long_prompt_in_plain_torch_equals_transformers(room, tmp_path, monkeypatch, plain):
+    monkeypatch.setattr(mla, "EXPANDED_BYTES", room)
+    check_long_prompt(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
