@@ -1,4 +1,4 @@
-"""Checkpoints for the benchmarks: random weights in four shapes, in the real format.
+"""Checkpoints for the benchmarks: random weights in a few shapes, in the real format.
 
 python benchmarks/shapes.py DIRECTORY [NAME ...]
 """
@@ -55,6 +55,25 @@ SHAPES = {
         "num_key_value_heads": 2,
         "head_dim": 64,
         "vocab_size": 8_000,
+    },
+    "mla-0.6b": {  # the attention of DeepSeek-V2-Lite
+        "family": "DeepseekV2",
+        "num_hidden_layers": 6,
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 704,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 32_000,
     },
 }
 

@@ -21,7 +21,7 @@ from eagleray.kernels.adapters import AdapterSite
 from eagleray.kernels.backend import ExpertProducts, OwnsWeights
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
-from eagleray.kernels.params import AttentionParams, MLAParams, RouterParams
+from eagleray.kernels.params import AttentionParams, RouterParams
 from eagleray.parallel.group import TensorParallelGroup
 
 
@@ -43,6 +43,16 @@ class EmbeddingTable(OwnsWeights, Protocol):
     """The vectors of a vocabulary, or of this rank's part of it, in the layout of one backend."""
 
     size: int
+
+
+class MLAWeights(OwnsWeights, Protocol):
+    """A multi-head latent attention in the layout of one backend."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def value_dim(self) -> int: ...
 
 
 @dataclass(eq=False)
@@ -149,11 +159,11 @@ class AttentionOp(RecordedOp):
 
 @dataclass(eq=False, kw_only=True)
 class MLAAttentionOp(RecordedOp):
-    """A multi-head latent attention, see `KernelBackend.mla_attention`. It may overwrite its inputs."""
+    """A multi-head latent attention, see `KernelBackend.mla_attention`."""
 
     queries: Value
     latents: Value
-    params: MLAParams
+    weights: MLAWeights
     cache: Tensor
     block_size: int
 

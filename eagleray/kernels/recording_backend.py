@@ -42,6 +42,7 @@ from eagleray.kernels.recording import (
     LinearOp,
     LinearWeight,
     MLAAttentionOp,
+    MLAWeights,
     NormOp,
     Recording,
     TokenIds,
@@ -120,6 +121,10 @@ class RecordingBackend(KernelBackend):
     def pack_tied_embedding(self, weight: Weight, first: int) -> tuple[EmbeddingTable, LinearWeight]:
         """Make the table and the weight of a `tied_embedding`."""
 
+    def pack_mla(self, params: MLAParams) -> MLAWeights:
+        """Make the weights of an `mla_attention`."""
+        return params
+
     @abstractmethod
     def pack_experts(self, gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight]) -> ExpertProducts:
         """Make the products of experts. The weights may come a second time, for other products of the same experts."""
@@ -173,15 +178,17 @@ class RecordingBackend(KernelBackend):
         return FunctionWithWeights(apply, kept.storage())
 
     def mla_attention(self, params: MLAParams) -> AttendLatents:
+        weights = self.pack_mla(params)
+
         def apply(queries: Value, latents: Value, cache: Tensor, block_size: int) -> Value:
-            out = queries.another(params.num_heads * params.value_dim, is_float32=False)
+            out = queries.another(weights.num_heads * weights.value_dim, is_float32=False)
             return queries.recording.append(
                 MLAAttentionOp(
-                    queries=queries, latents=latents, params=params, cache=cache, block_size=block_size, out=out
+                    queries=queries, latents=latents, weights=weights, cache=cache, block_size=block_size, out=out
                 )
             )
 
-        return FunctionWithWeights(apply, params.storage())
+        return FunctionWithWeights(apply, weights.storage())
 
     def experts(
         self,

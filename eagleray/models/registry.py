@@ -129,7 +129,7 @@ def load_model(
         if wait_for_memory is not None:
             wait_for_memory(needed)
     if invariant_for is not None:
-        _check_batch_invariant(invariant_for, spec, kernels, kind, device, groups)
+        _check_batch_invariant(invariant_for, kernels, kind, device, groups)
         _check_pooling_invariant(pooling)
     by_role = quantizers(spec, kernels, online)
     rules = WeightRules(
@@ -346,11 +346,9 @@ def _check_pooling_invariant(pooling: PoolingSpec | None) -> None:
 
 
 def _check_batch_invariant(
-    option: str, spec: ModelSpec, kernels: KernelBackend, dtype: torch.dtype, device: torch.device, groups: Groups
+    option: str, kernels: KernelBackend, dtype: torch.dtype, device: torch.device, groups: Groups
 ) -> None:
     """Raise `ConfigError` if a request's numbers could depend on the other requests of its batch."""
-    if spec.mla is not None:
-        raise ConfigError(f"option `{option}`: the attention of {spec.architecture} is not batch-invariant; drop it")
     if not kernels.is_batch_invariant:
         raise ConfigError(
             f"option `{option}`: the kernels for {_name(dtype)} on {device.type} are not batch-invariant; "

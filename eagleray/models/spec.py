@@ -122,7 +122,7 @@ class ModelSpec:
         if self.moe is not None:
             sizes += [self.moe.intermediate_size, self.moe.shared_intermediate_size]
         if self.mla is not None:
-            sizes += [self.mla.q_lora_rank or 0, self.mla.v_head_dim]
+            sizes += [self.mla.q_lora_rank or 0, self.mla.kv_lora_rank, self.mla.qk_nope_head_dim, self.mla.v_head_dim]
         return sizes
 
 

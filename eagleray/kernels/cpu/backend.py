@@ -22,10 +22,11 @@ from eagleray.kernels.cpu.huge_pages import WeightMemory
 from eagleray.kernels.cpu.linear import NativeEmbedding, NativeLinear
 from eagleray.kernels.cpu.lowering import lower
 from eagleray.kernels.cpu.mapped_files import RowReader
+from eagleray.kernels.cpu.mla import NativeMLA
 from eagleray.kernels.cpu.program import CpuProgram
 from eagleray.kernels.cpu.ranking import NativeRanking
 from eagleray.kernels.grouped import GroupedWeight
-from eagleray.kernels.params import ClampedSwiglu, RouterParams
+from eagleray.kernels.params import ClampedSwiglu, MLAParams, RouterParams
 from eagleray.kernels.quantized import LoadedWeight, RowParts, Weight, WeightFormat, quantize_fp8
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.recording import LinearWeight, Recording
@@ -132,13 +133,27 @@ class CpuBackend(RecordingBackend):
         )
         return table, product
 
+    def pack_mla(self, params: MLAParams) -> NativeMLA:
+        absorbing = params.keys.transpose(1, 2)  # [num_heads, rank, plain_dim] maps queries to absorbed ones
+        return NativeMLA(params, keys=self._pack_heads(absorbing), values=self._pack_heads(params.values))
+
+    def _pack_heads(self, matrices: Tensor) -> Tensor:
+        """Pack [num_heads, n, k], head after head."""
+        num_heads, n, k = matrices.shape
+        size = self._packed_size(n, k)
+        packed = self._memory.allocate(num_heads * size, self.dtype)
+        for matrix, part in zip(matrices, packed.split(size), strict=True):
+            rows = matrix.contiguous()
+            self.library.er_pack(rows.data_ptr(), k, n, k, part.data_ptr(), self._kind, 1)
+        return packed
+
     def pack_experts(self, gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight]) -> ExpertProducts:
         return NativeProducts(self.library, gate_up, down, self._scratch, num_threads=self.num_threads)
 
     def lower(
         self, recording: Recording, *, rope: Rope, device: torch.device, tp: TensorParallelGroup, block_size: int
     ) -> CpuProgram:
-        return CpuProgram(self.library, lower(recording, rope), rope=rope, num_threads=self.num_threads, tp=tp)
+        return CpuProgram(self.library, lower(recording), rope=rope, num_threads=self.num_threads, tp=tp)
 
     def route(self, scores: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:
         return native_route(self.library, scores, router, self.dtype, self.num_threads)
@@ -158,7 +173,7 @@ class CpuBackend(RecordingBackend):
         return num_kv_heads, 2, -(-block_size // abi.NUM_LANES) * abi.NUM_LANES * head_dim
 
     def mla_cache_block(self, block_size: int, size: int) -> tuple[int, ...]:
-        return mla_cache_block(block_size, size)  # torch computes this attention
+        return mla_cache_block(block_size, size)
 
     def _linear(
         self,

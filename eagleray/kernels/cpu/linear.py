@@ -29,8 +29,8 @@ def threads_for(num_weights: int, num_bytes: int, num_rows: int, num_threads: in
     return 1 if seconds < SINGLE_THREAD_SECONDS else num_threads
 
 
-def weight_bits(dtype: torch.dtype, grouping: ctypes._Pointer[CStruct]) -> int:
-    """Return the bits of a packed number. `grouping`: the layout of a weight of few bits, or a null pointer."""
+def weight_bits(dtype: torch.dtype, grouping: ctypes._Pointer[CStruct] | None) -> int:
+    """Return the bits of a packed number. `grouping`: the layout of a weight of few bits, or null for one of `dtype`."""
     bits: int = grouping.contents.bits if grouping else 8 * dtype.itemsize
     return bits
 

@@ -7,7 +7,7 @@ state as it is written.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -37,7 +37,6 @@ from eagleray.kernels.recording import (
     Value,
     assign_buffers,
 )
-from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import TensorParallelGroup
 
 
@@ -75,9 +74,9 @@ def fold_additions(recording: Recording) -> list[FoldedOp]:
     return folded
 
 
-def lower(recording: Recording, rope: Rope) -> LoweredOps:
+def lower(recording: Recording) -> LoweredOps:
     """Return the ops of a recording, with their buffers."""
-    lowering = _OpLowering(NativeMLA(rope))
+    lowering = _OpLowering()
     for folded in fold_additions(recording):
         lowering.lower(folded)
     ops = lowering.ops
@@ -86,12 +85,11 @@ def lower(recording: Recording, rope: Rope) -> LoweredOps:
         if isinstance(op, NativeOp):
             for name, value in (op.reads | op.writes).items():
                 setattr(op.args, name, buffers.numbers[value])
-    return LoweredOps(recording, ops, buffers, lowering.reserve, lowering.mla if lowering.mla.is_used else None)
+    return LoweredOps(recording, ops, buffers, lowering.reserve)
 
 
 @dataclass
 class _OpLowering:
-    mla: NativeMLA
     ops: list[NativeOp | HostCall] = field(default_factory=list)
     reserve: list[Callable[[int], None]] = field(default_factory=list)
 
@@ -112,8 +110,10 @@ class _OpLowering:
             case AttentionOp():
                 writes = {"queries": op.out.another(op.out.size, is_float32=False), "out": op.out}
                 self._native(abi.OP_ATTEND, _c_attend(op), {"qkv": op.qkv}, writes)
-            case MLAAttentionOp():
-                self._host(self.mla.attention(op), [op.queries, op.latents], op.out)
+            case MLAAttentionOp(weights=NativeMLA() as weights):
+                args = abi.CAttendMLA(params=weights.c_params(op.block_size), cache=op.cache.data_ptr())
+                writes = {"prepared": op.out.another(op.queries.size, is_float32=False), "out": op.out}
+                self._native(abi.OP_ATTEND_MLA, args, {"queries": op.queries, "latents": op.latents}, writes)
             case ExpertsOp():
                 self._experts(op, folded)
             case AddOp():
@@ -121,7 +121,7 @@ class _OpLowering:
             case AllReduceOp():
                 self.ops.append(HostCall(partial(_all_reduce, op.group), [op.out], consumed=op.x))
             case HostOp():
-                self._host(op.function, op.inputs, op.out)
+                self._host(op)
             case _:
                 raise TypeError(f"the CPU has no op for a {type(op).__name__} with weights of another backend")
 
@@ -135,11 +135,11 @@ class _OpLowering:
     ) -> None:
         self.ops.append(NativeOp(operation, args, reads, writes, total))
 
-    def _host(self, function: Callable[..., Tensor], inputs: Sequence[Value], out: Value) -> None:
+    def _host(self, op: HostOp) -> None:
         def compute(*rows: Tensor) -> None:
-            rows[-1].copy_(function(*rows[:-1]))
+            rows[-1].copy_(op.function(*rows[:-1]))
 
-        self.ops.append(HostCall(compute, [*inputs, out]))
+        self.ops.append(HostCall(compute, [*op.inputs, op.out]))
 
     def _experts(self, op: ExpertsOp, folded: FoldedOp) -> None:
         """The experts' op adds to rows, so these begin as zeros if there is nothing else to add to."""

@@ -1,56 +1,60 @@
-"""Multi-head latent attention in a pass that is native otherwise: a Python call between native ops, in plain torch.
-
-The state of a batch that such a call needs is computed once before the pass, for all layers.
-"""
+"""Multi-head latent attention with packed matrices: parameters for ops of a pass."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from eagleray.kernels.forward_batch import ForwardBatch
-from eagleray.kernels.recording import MLAAttentionOp
-from eagleray.kernels.rope import Rope
-from eagleray.kernels.torch.attention import DeviceBatch, ForwardContext, build_attention_metadata
-from eagleray.kernels.torch.mla import LatentAttention
+from eagleray.kernels.cpu.abi import CStruct, abi
+from eagleray.kernels.params import MLAParams
+from eagleray.kernels.storage import memory_of
 
-CPU = torch.device("cpu")
+MLA_TOKENS = 256
+"""Tokens whose queries are absorbed together: with 128 heads of DeepSeek-V3 they take 32 MiB."""
 
 
 class NativeMLA:
-    """The latent attentions of one pass, possibly none."""
+    """The latent attention of a layer, see `MLAWeights`.
 
-    def __init__(self, rope: Rope) -> None:
-        self._rope = rope
-        self._cache: Tensor | None = None  # of any of these attentions
-        self._context: ForwardContext | None = None
+    `keys` and `values` are the matrices of `params`, packed one after the other as `CMLAParams` says.
+    """
 
-    def attention(self, op: MLAAttentionOp) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return the function that computes `op` for the batch that was prepared last."""
-        attend = LatentAttention(op.params)
-        self._cache = op.cache
+    def __init__(self, params: MLAParams, *, keys: Tensor, values: Tensor) -> None:
+        self.num_heads = params.num_heads
+        self.value_dim = params.value_dim
+        self._rank = len(params.norm)
+        self._plain_dim, self._rotated_dim = params.plain_dim, params.rotated_dim
+        self._scale, self._norm_eps = params.scale, params.norm_eps
+        self._norm = params.norm.float().contiguous()
+        self._keys, self._values = keys, values
 
-        def compute(queries: Tensor, latents: Tensor) -> Tensor:
-            assert self._context is not None, "`prepare` comes before the pass"
-            return attend(queries, latents, op.cache, self._context)
+    def storage(self) -> list[Tensor]:
+        return memory_of(self._norm, self._keys, self._values)
 
-        return compute
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the pass has an attention of this kind."""
-        return self._cache is not None
-
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Prepare the next pass, which computes `batch`."""
-        assert self._cache is not None
-        tensors = DeviceBatch.of(batch, CPU)
-        cos, sin = self._rope.table(tensors.positions)  # not `angles`: hidden states between native ops are float32
-        self._context = ForwardContext(
-            cos=torch.cat((cos, cos), dim=-1)[:, None],
-            sin=torch.cat((-sin, sin), dim=-1)[:, None],
-            slot_mapping=tensors.slot_mapping,
-            metadata={None: build_attention_metadata(tensors, self._cache, None)},
+    def c_params(self, block_size: int) -> CStruct:
+        """Convert to C. The struct points into this object."""
+        return abi.CMLAParams(
+            num_heads=self.num_heads,
+            rank=self._rank,
+            plain_dim=self._plain_dim,
+            rotated_dim=self._rotated_dim,
+            value_dim=self.value_dim,
+            block_size=block_size,
+            scale=self._scale,
+            norm=self._norm.data_ptr(),
+            eps=self._norm_eps,
+            keys=self._keys.data_ptr(),
+            values=self._values.data_ptr(),
         )
+
+
+def num_weights(params: CStruct) -> int:
+    """Return the numbers in the matrices of all heads."""
+    number: int = params.num_heads * params.rank * (params.plain_dim + params.value_dim)
+    return number
+
+
+def latents_bytes(params: CStruct, num_tokens: int, dtype: torch.dtype) -> int:
+    """Return the bytes of `CMLAScratch.latents` for this number of tokens at a time."""
+    size: int = num_tokens * params.num_heads * params.rank * dtype.itemsize
+    return size

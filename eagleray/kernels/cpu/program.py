@@ -14,7 +14,7 @@ from torch import Tensor
 from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.experts import EXPERT_TOKENS, aligned
 from eagleray.kernels.cpu.linear import threads_for, weight_bits
-from eagleray.kernels.cpu.mla import NativeMLA
+from eagleray.kernels.cpu.mla import MLA_TOKENS, latents_bytes, num_weights
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits, power_of_two
 from eagleray.kernels.recording import Access, Buffers, Recording, Value
 from eagleray.kernels.recording_backend import Program
@@ -76,8 +76,6 @@ class LoweredOps:
     buffers: Buffers
     reserve: Sequence[Callable[[int], None]]
     """Callbacks that grow memory; called with the token count before a pass larger than every earlier one."""
-    mla: NativeMLA | None
-    """The latent attentions among the ops, if there are any."""
 
 
 @dataclass
@@ -117,6 +115,7 @@ class CpuProgram(Program):
         self._buffers = (abi.CBuffer * len(lowered.buffers.shapes))()
         self._capacity = -1  # tokens that there is room for
         self._attention_params = [op.args.params for op in _native(lowered.ops) if op.operation == abi.OP_ATTEND]
+        self._mla_params = [op.args.params for op in _native(lowered.ops) if op.operation == abi.OP_ATTEND_MLA]
         self._mixes = [op.args for op in _native(lowered.ops) if op.operation == abi.OP_COMPUTE_EXPERTS]
         products = [op.args for op in _native(lowered.ops) if op.operation == abi.OP_MULTIPLY]
         experts = [(mix.router.top_k * mix.experts.hidden * mix.experts.inner, mix.experts) for mix in self._mixes]
@@ -124,6 +123,7 @@ class CpuProgram(Program):
             *((product.n * product.k, product.grouping) for product in products),
             *((2 * size, one.gate_up_grouping) for size, one in experts),
             *((size, one.down_grouping) for size, one in experts),
+            *((num_weights(params), None) for params in self._mla_params),
         ]
         self._num_weights = sum(size for size, _ in weights)
         self._num_bytes = sum(size * weight_bits(self._dtype, grouping) // 8 for size, grouping in weights)
@@ -137,7 +137,9 @@ class CpuProgram(Program):
     def num_bytes(self, limits: PassLimits) -> int:
         capacity, positions = _with_room(limits.num_tokens), _with_room(limits.num_positions)
         rows = sum(rows * width * dtype.itemsize for (rows, width), dtype in self._row_shapes(capacity))
-        rotations = 2 * 4 * positions * max((params.head_dim // 2 for params in self._attention_params), default=0)
+        rotated = [params.head_dim for params in self._attention_params]
+        rotated += [params.rotated_dim for params in self._mla_params]
+        rotations = 4 * positions * max(rotated, default=0)  # a cosine and a sine for each pair
         return rows + sum(self._scratch_bytes(capacity, positions)) + rotations
 
     def reserve(self, limits: PassLimits) -> None:
@@ -160,8 +162,6 @@ class CpuProgram(Program):
             assert self._source is not None
             self._rows[self._numbers[self._source]][:num_tokens, : x.shape[1]].copy_(x)
         self._set_batch(batch)
-        if self._lowered.mla is not None:
-            self._lowered.mla.prepare(batch)
         run, kind = self._library.er_run, int(self._dtype == torch.bfloat16)
         threads = threads_for(self._num_weights, self._num_bytes, num_tokens, self._num_threads)
         num_own = len(token_shard(num_tokens, self._tp)) if self._tp.size > 1 else num_tokens
@@ -226,22 +226,36 @@ class CpuProgram(Program):
         sizes = self._scratch_bytes(self._capacity, self._max_context)
         self._scratch = [torch.zeros(-(-size // 8) + 8, dtype=torch.int64) for size in sizes]
         batch = self._batch
-        addresses = map(aligned, self._scratch)
-        batch.attention_scratch, batch.expert_scratch, batch.expert_ids, batch.adapter_scratch = addresses
+        attention, latents, *addresses = map(aligned, self._scratch)
+        batch.attention_scratch = attention
+        tokens = min(MLA_TOKENS, self._capacity)
+        batch.mla_scratch = abi.CMLAScratch(splits=attention, latents=latents, max_tokens=tokens)
+        batch.expert_scratch, batch.expert_ids, batch.adapter_scratch = addresses
         batch.expert_tokens = min(EXPERT_TOKENS, self._capacity)
 
-    def _scratch_bytes(self, capacity: int, max_context: int) -> tuple[int, int, int, int]:
-        """Return the bytes of the working memory of attention and of experts, of the experts' ids, and of adapters."""
+    def _scratch_bytes(self, capacity: int, max_context: int) -> tuple[int, int, int, int, int]:
+        """Return the bytes of the working memory of attention, of latents in it, of experts, of their ids, and of
+        adapters."""
         library, kind = self._library, int(self._dtype == torch.bfloat16)
         attention = [
             library.er_attention_scratch_size(params, max_context, self._num_threads)
             for params in self._attention_params
         ]
+        attention += [
+            library.er_mla_scratch_size(params, max_context, self._num_threads) for params in self._mla_params
+        ]
+        latents = [latents_bytes(params, min(MLA_TOKENS, capacity), self._dtype) for params in self._mla_params]
         tokens = min(EXPERT_TOKENS, capacity)
         experts = [library.er_experts_scratch_size(mix.experts, mix.router.top_k, tokens, kind) for mix in self._mixes]
         top_k = max((mix.router.top_k for mix in self._mixes), default=0)
         adapters = [library.er_adapter_scratch_size(args, capacity) for args in self._adapted]
-        return max(attention, default=0), max(experts, default=0), 4 * capacity * top_k, max(adapters, default=0)
+        return (
+            max(attention, default=0),
+            max(latents, default=0),
+            max(experts, default=0),
+            4 * capacity * top_k,
+            max(adapters, default=0),
+        )
 
 
 def _with_room(number: int) -> int:

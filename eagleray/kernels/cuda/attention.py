@@ -22,6 +22,7 @@ from eagleray.kernels.cuda.triton.mla import (
     mla_tiling,
     write_latents,
 )
+from eagleray.kernels.params import MLAParams
 from eagleray.kernels.recording import AttentionOp, MLAAttentionOp, Value
 
 MANY_VECTORS = 1 << 20
@@ -115,6 +116,7 @@ class LatentPagedAttention:
     that they see the cached latents themselves, and so are the weighted sums of latents."""
 
     op: MLAAttentionOp
+    params: MLAParams
     absorbed: Value
     """[num_tokens, num_heads * (rank + rotated_dim)]"""
     latents: Value
@@ -126,12 +128,15 @@ class LatentPagedAttention:
     """Index of the layer's rule in `DeviceMetadata.splits`."""
 
     @classmethod
-    def of(cls, op: MLAAttentionOp, dtype: torch.dtype, device: torch.device) -> LatentPagedAttention:
-        params, capability = op.params, device_capability(device)
+    def of(
+        cls, op: MLAAttentionOp, params: MLAParams, dtype: torch.dtype, device: torch.device
+    ) -> LatentPagedAttention:
+        capability = device_capability(device)
         rank = len(params.norm)
         decode_tiling = mla_tiling(params.num_heads, dtype, op.cache.dtype, capability)
         return cls(
             op,
+            params,
             op.out.another(params.num_heads * (rank + params.rotated_dim), is_float32=False),
             op.out.another(params.num_heads * rank, is_float32=False),
             prefill_tiling=mla_tiling(MANY_VECTORS, dtype, op.cache.dtype, capability),
@@ -141,7 +146,7 @@ class LatentPagedAttention:
 
     def absorb(self, frame: Frame) -> None:
         """Write latents to the cache, and the absorbed queries."""
-        params, metadata = self.op.params, frame.metadata
+        params, metadata = self.params, frame.metadata
         queries = frame[self.op.queries]
         absorbed = frame[self.absorbed].view(len(queries), params.num_heads, -1)
         plain = queries.view(len(queries), params.num_heads, -1)[..., : params.plain_dim]
@@ -160,7 +165,7 @@ class LatentPagedAttention:
         )
 
     def attend(self, frame: Frame, workspace: Tensor) -> None:
-        params, cache, metadata = self.op.params, self.op.cache, frame.metadata
+        params, cache, metadata = self.params, self.op.cache, frame.metadata
         absorbed, out = (
             frame[value].view(-1, params.num_heads, value.size // params.num_heads)
             for value in (self.absorbed, self.latents)
@@ -198,7 +203,7 @@ class LatentPagedAttention:
 
     def expand(self, frame: Frame) -> None:
         """Multiply the weighted sums of latents with the matrices that make values of them."""
-        params = self.op.params
+        params = self.params
         latents, out = (
             frame[value].view(-1, params.num_heads, value.size // params.num_heads).transpose(0, 1)
             for value in (self.latents, self.op.out)
@@ -206,5 +211,5 @@ class LatentPagedAttention:
         torch.bmm(latents, params.values.transpose(1, 2), out=out)
 
     def scratch(self, sizes: MetadataSizes) -> Sequence[TensorSpec]:
-        rank, num_splits = len(self.op.params.norm), sizes.num_splits[self.split_index]
-        return [TensorSpec((SplitWorkspace.num_floats(num_splits, self.op.params.num_heads, rank),), torch.float32)]
+        rank, num_splits = len(self.params.norm), sizes.num_splits[self.split_index]
+        return [TensorSpec((SplitWorkspace.num_floats(num_splits, self.params.num_heads, rank),), torch.float32)]

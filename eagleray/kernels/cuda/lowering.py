@@ -27,6 +27,7 @@ from eagleray.kernels.cuda.triton.embedding import embed
 from eagleray.kernels.cuda.triton.gate import gate
 from eagleray.kernels.cuda.triton.mla import latent_queries_per_tile
 from eagleray.kernels.cuda.triton.norm import add, add_rms_norm, rms_norm
+from eagleray.kernels.params import MLAParams
 from eagleray.kernels.recording import (
     Access,
     AddOp,
@@ -134,8 +135,8 @@ class _LaunchLowering:
                 self._launch(partial(_add_norm, addition, norm), access)
             case AttentionOp():
                 self._attention(op)
-            case MLAAttentionOp():
-                self._mla_attention(op)
+            case MLAAttentionOp(weights=MLAParams() as params):
+                self._mla_attention(op, params)
             case ExpertsOp():
                 self._experts(op, None)
             case AddExperts(experts, addition):
@@ -192,9 +193,8 @@ class _LaunchLowering:
         access = Access((queries,), (op.out,))
         self._launch(attention.attend, access, kind=LaunchKind.ATTENTION, scratch=attention.scratch)
 
-    def _mla_attention(self, op: MLAAttentionOp) -> None:
-        params = op.params
-        attention = LatentPagedAttention.of(op, self.dtype, self.device)
+    def _mla_attention(self, op: MLAAttentionOp, params: MLAParams) -> None:
+        attention = LatentPagedAttention.of(op, params, self.dtype, self.device)
         attention.split_index = self._split_index(None, latent_split_keys(params.num_heads))
         self._set_queries_per_tile(latent_queries_per_tile(params.num_heads, attention.prefill_tiling))
         self.num_rotated = params.rotated_dim // 2

@@ -14,7 +14,7 @@ from eagleray.kernels.cpu.build.library import native_library
 from eagleray.kernels.cpu.lowering import lower
 from eagleray.kernels.cpu.program import CpuProgram, HostCall, LoweredOps, NativeOp
 from eagleray.kernels.forward_batch import PassLimits
-from eagleray.kernels.params import AttentionParams, RouterParams
+from eagleray.kernels.params import AttentionParams, MLAParams, RouterParams
 from eagleray.kernels.recording import Recording
 from eagleray.kernels.rope import Rope
 from eagleray.kernels.rope_spec import DefaultRope
@@ -25,6 +25,19 @@ CPU = torch.device("cpu")
 ROUTER = RouterParams(top_k=2, renormalize=True, round_weights=False)
 ATTENTION = AttentionParams(
     num_heads=2, num_kv_heads=1, head_dim=HEAD_DIM, window=None, q_norm=None, k_norm=None, norm_eps=1e-6
+)
+
+RANK, PLAIN = 24, 8
+MLA = MLAParams(
+    num_heads=2,
+    plain_dim=PLAIN,
+    rotated_dim=HEAD_DIM,
+    value_dim=HEAD_DIM,
+    scale=0.3,
+    norm=torch.ones(RANK),
+    norm_eps=1e-6,
+    keys=torch.zeros(2, PLAIN, RANK, dtype=torch.bfloat16),
+    values=torch.zeros(2, HEAD_DIM, RANK, dtype=torch.bfloat16),
 )
 
 
@@ -40,6 +53,8 @@ class Layers:
         self.gate_up = self.backend.gated_linear(torch.zeros(2 * INNER, SIZE, dtype=torch.bfloat16), None)
         self.down = self.linear(SIZE, INNER)
         self.attend = self.backend.self_attention(ATTENTION)
+        self.queries, self.latents = self.linear(2 * (PLAIN + HEAD_DIM), SIZE), self.linear(RANK + HEAD_DIM, SIZE)
+        self.attend_latents = self.backend.mla_attention(MLA)
         self.experts = self.backend.experts(ROUTER, [self.gate_up] * NUM_EXPERTS, [self.down] * NUM_EXPERTS)
         self.add = self.backend.add
 
@@ -55,7 +70,7 @@ def layers() -> Layers:
 def lowered(compute: Callable[[HiddenStates], HiddenStates]) -> LoweredOps:
     recording = Recording(torch.bfloat16)
     recording.finish(compute(recording.begin(SIZE)))
-    return lower(recording, Rope(DefaultRope(10_000.0), HEAD_DIM, dtype=torch.bfloat16, device=CPU))
+    return lower(recording)
 
 
 def operations(compute: Callable[[HiddenStates], HiddenStates]) -> list[int | None]:
@@ -145,7 +160,7 @@ def test_lower_result_of_a_product_that_is_added_before_it_is_returned_stays(lay
     product = layers.product(layers.norm(hidden))
     layers.add(hidden, product)
     recording.finish(product)
-    done = lower(recording, Rope(DefaultRope(10_000.0), HEAD_DIM, dtype=torch.bfloat16, device=CPU))
+    done = lower(recording)
     assert [op.operation for op in done.ops if isinstance(op, NativeOp)][-1] == abi.OP_ADD
 
 
@@ -167,11 +182,31 @@ def test_lower_decoder_layers_share_the_buffers_of_one(layers: Layers) -> None:
         assert len(done.buffers.shapes) == 5  # normed rows and attention's queries share one
 
 
-def test_num_bytes_is_the_memory_that_reserve_allocates(layers: Layers) -> None:
-    cache = torch.zeros(4, 2, 16 * HEAD_DIM, dtype=torch.bfloat16)
+def test_lower_latent_attention_is_an_op(layers: Layers) -> None:
+    cache = torch.zeros(4, 16, RANK + HEAD_DIM, dtype=torch.bfloat16)
 
     def compute(hidden: HiddenStates) -> HiddenStates:
-        x = layers.norm(layers.product(layers.attend(layers.qkv(layers.norm(hidden)), cache, 16)))
+        x = layers.norm(hidden)
+        return layers.add(
+            hidden, layers.product(layers.attend_latents(layers.queries(x), layers.latents(x), cache, 16))
+        )
+
+    expected = [abi.OP_NORMALIZE, abi.OP_MULTIPLY, abi.OP_MULTIPLY, abi.OP_ATTEND_MLA, abi.OP_MULTIPLY]
+    assert operations(compute) == expected
+
+
+@pytest.mark.parametrize("kind", ["plain", "latent"])
+def test_num_bytes_is_the_memory_that_reserve_allocates(layers: Layers, kind: str) -> None:
+    plain_cache = torch.zeros(4, 2, 16 * HEAD_DIM, dtype=torch.bfloat16)
+    latent_cache = torch.zeros(4, 16, RANK + HEAD_DIM, dtype=torch.bfloat16)
+
+    def compute(hidden: HiddenStates) -> HiddenStates:
+        x = layers.norm(hidden)
+        if kind == "plain":
+            attended = layers.attend(layers.qkv(x), plain_cache, 16)
+        else:
+            attended = layers.attend_latents(layers.queries(x), layers.latents(x), latent_cache, 16)
+        x = layers.norm(layers.product(attended))
         return layers.add(hidden, layers.experts(x, layers.router(x)))
 
     rope = Rope(DefaultRope(10_000.0), HEAD_DIM, dtype=torch.bfloat16, device=CPU)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
+from native_requests import Batch, Request, error, last_tokens, shuffled_blocks
 from torch import Tensor
 
 from eagleray.kernels.cpu.abi import abi
@@ -16,15 +16,6 @@ from eagleray.kernels.torch.attention import attend_with_sinks
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its index
 EPS = 1e-6
 MAX_CONTEXT = 4096
-
-
-@dataclass
-class Request:
-    """All tokens of a request, of which `done` have been computed."""
-
-    qkv: Tensor
-    blocks: list[int]
-    done: int = 0
 
 
 class Layer:
@@ -61,16 +52,10 @@ class Layer:
     def width(self) -> int:
         return (self.params.num_heads + 2 * self.params.num_kv_heads) * self.params.head_dim
 
-    def new_blocks(self, sizes: list[int]) -> list[list[int]]:
-        """Requests of these sizes, whose blocks are in random order in a new cache, which has two unused blocks."""
-        counts = [-(-size // self.params.block_size) for size in sizes]
-        self.num_blocks = sum(counts) + 2
-        self.cache = torch.zeros(self.num_blocks * self.library.er_block_elements(self.params), dtype=self.dtype)
-        shuffled = torch.randperm(self.num_blocks).tolist()
-        return [[shuffled.pop() for _ in range(count)] for count in counts]
-
     def new_requests(self, sizes: list[int], scale: float = 1.0) -> list[Request]:
-        blocks = self.new_blocks(sizes)
+        """Make requests of these sizes with a new cache."""
+        blocks, self.num_blocks = shuffled_blocks(sizes, self.params.block_size)
+        self.cache = torch.zeros(self.num_blocks * self.library.er_block_elements(self.params), dtype=self.dtype)
         return [Request(torch.randn(n, self.width) * scale, mine) for n, mine in zip(sizes, blocks, strict=True)]
 
     def views(self) -> tuple[Tensor, Tensor]:
@@ -91,41 +76,23 @@ class Layer:
 
     def step(self, *work: tuple[Request, int]) -> list[Tensor]:
         """Compute the next tokens of these requests, and return their results."""
-        block_size = self.params.block_size
-        contexts = [request.done + count for request, count in work]
-        spans = [range(request.done, context) for (request, _), context in zip(work, contexts, strict=True)]
-        table = torch.zeros(len(work), max(len(request.blocks) for request, _ in work), dtype=torch.int32)
-        for row, (request, _) in enumerate(work):
-            table[row, : len(request.blocks)] = torch.tensor(request.blocks)
-        slots = [
-            request.blocks[p // block_size] * block_size + p % block_size
-            for (request, _), span in zip(work, spans, strict=True)
-            for p in span
-        ]
-        counts = [count for _, count in work]
-        starts = torch.tensor([0, *counts]).cumsum(0).int()
-        integers = [starts, *(torch.tensor(x).int() for x in (contexts, [p for span in spans for p in span], slots))]
-        metadata = abi.CAttentionMetadata(
-            len(work), len(slots), *(x.data_ptr() for x in (*integers[:2], table)), table.shape[1]
-        )
-        metadata.positions, metadata.slot_mapping = integers[2].data_ptr(), integers[3].data_ptr()
-        qkv = torch.cat([request.qkv[span.start : span.stop] for (request, _), span in zip(work, spans, strict=True)])
-        self.queries = torch.empty(len(slots), self.params.num_heads * self.params.head_dim, dtype=self.dtype)
+        batch = Batch(work, self.params.block_size)
+        self.queries = torch.empty(len(batch.features), self.params.num_heads * self.params.head_dim, dtype=self.dtype)
         out = torch.full_like(self.queries, 7)
         norms = [None if norm is None else norm.data_ptr() for norm in self.norms]
         numbers = DTYPES.index(self.dtype), self.threads
         tables = *norms, EPS, self.cos.data_ptr(), self.sin.data_ptr()
         addresses = self.queries.data_ptr(), self.cache.data_ptr()
-        self.library.er_prepare(self.params, metadata, qkv.data_ptr(), *tables, *addresses, *numbers)
-        self.library.er_attend(self.params, metadata, *addresses, out.data_ptr(), self.scratch.data_ptr(), *numbers)
-        for request, count in work:
-            request.done += count
-        return list(out.split(counts))
+        self.library.er_prepare(self.params, batch.metadata, batch.features.data_ptr(), *tables, *addresses, *numbers)
+        self.library.er_attend(
+            self.params, batch.metadata, *addresses, out.data_ptr(), self.scratch.data_ptr(), *numbers
+        )
+        return batch.finish(out)
 
     def prepared(self, request: Request) -> tuple[Tensor, Tensor]:
         """Keys and values of the request in the cache, [done, kv heads, head_dim]."""
-        block_size, positions = self.params.block_size, torch.arange(request.done)
-        blocks, lanes = torch.tensor(request.blocks)[positions // block_size], positions % block_size
+        slots, block_size = request.slots(self.params.block_size), self.params.block_size
+        blocks, lanes = slots // block_size, slots % block_size
         keys, values = self.views()
         return keys[blocks, :, lanes], values[blocks, :, lanes]
 
@@ -150,10 +117,6 @@ class Layer:
 def run(layer: Layer, request: Request, counts: list[int]) -> Tensor:
     """Compute a request in steps of `counts` tokens."""
     return torch.cat([layer.step((request, count))[0] for count in counts])
-
-
-def error(result: Tensor, truth: Tensor) -> float:
-    return float((result.double() - truth).square().mean().sqrt())
 
 
 def check_accuracy(library: ctypes.CDLL, dtype: torch.dtype, size: int, **shape: int) -> None:
@@ -217,7 +180,7 @@ def test_attend_extreme_sinks_take_nothing_or_everything(library: ctypes.CDLL, s
     layer.sinks.fill_(score)
     (request,) = layer.new_requests([40])
     (twin,) = plain.new_requests([40])
-    twin.qkv = request.qkv
+    twin.features = request.features
     expected = run(plain, twin, [40]) if score < 0 else torch.zeros(40, layer.params.num_heads * layer.params.head_dim)
     assert torch.equal(run(layer, request, [40]), expected)
 
@@ -234,7 +197,7 @@ def test_prepare_writes_queries_keys_and_values(
     first, second = layer.new_requests([70, 9])
     layer.step((first, 33), (second, 9))
     layer.step((first, 37))
-    heads = first.qkv.double().view(70, -1, head_dim)
+    heads = first.features.double().view(70, -1, head_dim)
     queries, keys, values = heads.split([4, 2, 2], dim=1)
 
     def turned(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -311,12 +274,6 @@ def test_attend_older_processor_equals_float64(other_library: ctypes.CDLL, dtype
     check_steps(other_library, dtype, 290, head_dim=64, heads=7, kv_heads=1, block_size=8, window=50)
 
 
-def mixed_work(requests: list[Request], counts: list[int]) -> list[tuple[Request, int]]:
-    for request, count in zip(requests, counts, strict=True):
-        request.done = len(request.qkv) - count
-    return list(zip(requests, counts, strict=True))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -328,11 +285,11 @@ def test_attend_row_in_a_batch_has_the_same_bits(
     layer = Layer(library, dtype, head_dim=64, window=window, threads=threads)
     requests = layer.new_requests(sizes)
     for request, count in zip(requests, counts, strict=True):
-        if request.done < len(request.qkv) - count:
-            layer.step((request, len(request.qkv) - count))
-    together = layer.step(*mixed_work(requests, counts))
+        if request.done < len(request.features) - count:
+            layer.step((request, len(request.features) - count))
+    together = layer.step(*last_tokens(requests, counts))
     layer.threads = 1
-    for work, result in zip(mixed_work(requests, counts), together, strict=True):
+    for work, result in zip(last_tokens(requests, counts), together, strict=True):
         assert torch.equal(layer.step(work)[0], result)
         queries = layer.queries
         torch.testing.assert_close(result.double(), layer.truth(work[0], queries), atol=0.02, rtol=0.02)
@@ -348,14 +305,14 @@ def test_attend_long_context_on_many_threads_has_the_same_bits(
     layer = Layer(library, dtype, **shape)
     requests = layer.new_requests([3000, 70, 1500])
     for request in requests:
-        layer.step((request, len(request.qkv) - 3))
+        layer.step((request, len(request.features) - 3))
     expected = [layer.step(*((request, 1) for request in requests)) for _ in range(3)]
     for threads in (2, 3, 5):
         again = Layer(library, dtype, **shape, threads=threads)
         again.cache, again.num_blocks = layer.cache, layer.num_blocks
         for step, results in enumerate(expected):
             for request in requests:
-                request.done = len(request.qkv) - 3 + step
+                request.done = len(request.features) - 3 + step
             assert all(map(torch.equal, again.step(*((request, 1) for request in requests)), results))
 
 
@@ -373,9 +330,9 @@ def test_attend_reused_blocks_leave_no_trace(
     def compute() -> list[Tensor]:
         for request, count in zip(requests, counts, strict=True):
             request.done = 0
-            if count < len(request.qkv):
-                layer.step((request, len(request.qkv) - count))
-        return layer.step(*mixed_work(requests, counts))
+            if count < len(request.features):
+                layer.step((request, len(request.features) - count))
+        return layer.step(*last_tokens(requests, counts))
 
     expected = compute()
     layer.poison(number)
@@ -389,7 +346,7 @@ def test_attend_overflow_stays_in_its_row(library: ctypes.CDLL, dtype: torch.dty
     layer = Layer(library, dtype, threads=2)
     requests = layer.new_requests([40, 40, 40])
     expected = layer.step(*((request, 40) for request in requests))
-    requests[1].qkv[20:] = math.inf
+    requests[1].features[20:] = math.inf
     for request in requests:
         request.done = 0
     out = layer.step(*((request, 40) for request in requests))

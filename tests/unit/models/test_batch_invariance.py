@@ -12,7 +12,7 @@ from model_runs import PagedRun, load, logits_in_chunks
 from eagleray.errors import ConfigError
 from eagleray.parallel.groups import Groups
 
-FAMILIES = ["qwen3", "mistral", "qwen3_moe", "mixtral", "gpt_oss"]
+FAMILIES = ["qwen3", "mistral", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 DTYPES = ["bfloat16", "float32"]
 
 

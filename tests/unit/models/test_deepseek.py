@@ -13,7 +13,7 @@ from oracle import Oracle
 from ranks import run_ranks, topology
 from safetensors.torch import load_file, save_file
 
-from eagleray.errors import CheckpointError, ConfigError
+from eagleray.errors import CheckpointError
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.torch import mla
@@ -59,11 +59,17 @@ def checkpoint(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), family, tokenizer=False, **overrides)
 
 
+@pytest.fixture
+def plain(monkeypatch):
+    """Run with plain torch."""
+    monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: OneDnnBackend())
+
+
 @pytest.fixture(params=["chosen", "plain"])
-def kernels(request, monkeypatch):
+def kernels(request):
     """Run with the backend that is chosen on this machine, and with plain torch."""
     if request.param == "plain":
-        monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: OneDnnBackend())
+        request.getfixturevalue("plain")
 
 
 @pytest.fixture(autouse=True)
@@ -85,14 +91,22 @@ def test_forward_prompt_in_chunks_equals_transformers(checkpoint, kernels):
         torch.testing.assert_close(logits_in_chunks(model, prompt(90), chunk), expected, atol=EXACT, rtol=0)
 
 
-@pytest.mark.parametrize("room", [1 << 30, 1], ids=["all heads at once", "head by head"])
-def test_forward_long_prompt_equals_transformers(room, tmp_path, monkeypatch):
-    """The prompt is so long that attention computes the queries in pieces."""
-    monkeypatch.setattr(mla, "EXPANDED_BYTES", room)
-    checkpoint = make_checkpoint(tmp_path, "deepseek_v3", tokenizer=False)
+def check_long_prompt(directory) -> None:
+    """Check a prompt that is so long that attention computes it in pieces."""
+    checkpoint = make_checkpoint(directory, "deepseek_v3", tokenizer=False)
     model, expected = load(checkpoint), Oracle(checkpoint).logits(prompt(620))
     for chunk in (620, 300):
         torch.testing.assert_close(logits_in_chunks(model, prompt(620), chunk), expected, atol=EXACT, rtol=0)
+
+
+def test_forward_long_prompt_equals_transformers(tmp_path):
+    check_long_prompt(tmp_path)
+
+
+@pytest.mark.parametrize("room", [1 << 30, 1], ids=["all heads at once", "head by head"])
+def test_forward_long_prompt_in_plain_torch_equals_transformers(room, tmp_path, monkeypatch, plain):
+    monkeypatch.setattr(mla, "EXPANDED_BYTES", room)
+    check_long_prompt(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
@@ -132,6 +146,20 @@ def test_forward_divided_among_ranks_equals_whole_model(family, overrides, tp, p
 
     for logits in run_ranks(work, topology(tp=tp, pp=pp))[(pp - 1) * tp]:
         torch.testing.assert_close(logits, expected, atol=ROUNDING, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_forward_on_a_cpu_is_one_native_call(family, tmp_path):
+    """Sums over ranks alone cut the program: two in each layer, and that of the embeddings."""
+    checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
+
+    def segments(groups: Groups) -> list[bool]:
+        model = load(checkpoint, groups=groups)
+        logits_in_chunks(model, prompt(5), 5)
+        return [segment.host is None for segment in model._run._program._segments]
+
+    assert segments(Groups.single()) == [True]
+    assert run_ranks(segments, topology(tp=2)) == [[True, False] * 7 + [True]] * 2
 
 
 @pytest.mark.parametrize("dispatch", ["all-reduce", "all-gather", "all-to-all"])
@@ -185,12 +213,6 @@ def test_load_model_draft_layers_are_left_out(tmp_path):
     edit_config(checkpoint, num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=r"has no place for model\.layers\.3\.eh_proj\.weight"):
         load(checkpoint)
-
-
-def test_load_model_deterministic_is_refused(tmp_path):
-    checkpoint = make_checkpoint(tmp_path, "deepseek_v2", tokenizer=False)
-    with pytest.raises(ConfigError, match="the attention of DeepseekV2ForCausalLM is not batch-invariant"):
-        load(checkpoint, invariant_for="deterministic")
 
 
 def test_forward_batch_of_no_tokens_returns_nothing(tmp_path):

@@ -6,8 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from eagleray.errors import CheckpointError
+from eagleray.kernels.cpu.backend import CpuBackend
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.registry import import_family
 from eagleray.models.spec import ModelSpec
@@ -48,6 +50,12 @@ def test_read_spec_absent_fields_have_transformers_defaults():
         True,
     )
     assert v3.moe.layers == (False,) * 3 + (True,) * 58
+
+
+@pytest.mark.parametrize("odd", [{}, {"kv_lora_rank": 511}, {"qk_nope_head_dim": 127}, {"v_head_dim": 33}], ids=str)
+def test_feature_sizes_with_odd_latents_have_no_native_kernels(odd):
+    spec = read(3, **odd)
+    assert CpuBackend.serves(torch.bfloat16, feature_sizes=spec.feature_sizes, head_dim=spec.head_dim) == (not odd)
 
 
 def test_read_spec_null_q_lora_rank_is_none():

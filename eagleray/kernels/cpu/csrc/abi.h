@@ -31,6 +31,7 @@ enum { MAX_TOP_K = 256 };     // of `er_top_k`
 enum {
   EPILOGUE_STORE,           // float y = result
   EPILOGUE_ADD,             // float y += result
+  EPILOGUE_ROUND,           // T y = result
   EPILOGUE_SILU,            // T y[row, j] = silu(gate j) * up j
   EPILOGUE_CLAMPED_SWIGLU,  // T y[row, j] = gate * sigmoid(alpha * gate) * (up + 1), with gate j at most `limit`, and
                           // up j between -limit and limit
@@ -65,7 +66,7 @@ typedef struct {
   const float* bias;      // [n], if gated the bias of gate and then that of up; null: no bias
   int64_t epilogue;
   CClampedSwiglu swiglu;  // of EPILOGUE_CLAMPED_SWIGLU
-  void* y;                // [num_rows, n] float, or if gated [num_rows, inner] T
+  void* y;                // [num_rows, n], or if gated [num_rows, inner], of the type that the epilogue says
   int64_t y_stride;
   const CGrouping* grouping;  // of a weight that `er_pack_grouped` packed, for x of bfloat16; null: T, packed
 } CProduct;
@@ -154,6 +155,38 @@ void er_prepare(const CAttentionParams* params, const CAttentionMetadata* metada
 // See `attend` in attention.h.
 void er_attend(const CAttentionParams* params, const CAttentionMetadata* metadata, const void* queries,
                const void* cache, void* out, float* scratch, int dtype, int num_threads);
+
+// ---- multi-head latent attention
+
+typedef struct {
+  int64_t num_heads;
+  int64_t rank;          // features of a latent; this and the following sizes are even
+  int64_t plain_dim;     // features of a head's query and key that are not rotated
+  int64_t rotated_dim;   // those that follow them and are rotated
+  int64_t value_dim;     // features of a head's value
+  int64_t block_size;    // tokens
+  float scale;           // of the scores; positive
+  const float* norm;     // [rank] weight of the latents' RMS norm
+  float eps;
+  const void* keys;      // T, for each head [rank, plain_dim], packed by `er_pack`: maps a query to what it is to be
+                         // multiplied with the latents
+  const void* values;    // T, for each head [value_dim, rank], packed: maps a latent to the head's value
+} CMLAParams;
+
+// Working memory of latent attention.
+typedef struct {
+  float* splits;         // see `er_mla_scratch_size`
+  void* latents;         // T [max_tokens, num_heads, rank]
+  int64_t max_tokens;    // a larger batch is computed in parts; the numbers are the same
+} CMLAScratch;
+
+// Bytes of `CMLAScratch.splits` for contexts of up to `max_context` tokens. The memory begins as zeros.
+int64_t er_mla_scratch_size(const CMLAParams* params, int64_t max_context, int num_threads);
+
+// See `attend_mla` in mla.h.
+void er_attend_mla(const CMLAParams* params, const CAttentionMetadata* metadata, const float* queries,
+                   const float* latents, const float* cos, const float* sin, void* prepared, void* cache, void* out,
+                   const CMLAScratch* scratch, int dtype, int num_threads);
 
 // ---- mixture of experts
 
@@ -310,7 +343,17 @@ typedef struct {
 // ---- programs: the operations of a recorded forward pass
 
 // Each operation has a struct with its arguments, in which int64_t x, out, ... are numbers of buffers.
-enum { OP_EMBED, OP_NORMALIZE, OP_MULTIPLY, OP_ATTEND, OP_COMPUTE_EXPERTS, OP_ADD, OP_CLEAR, OP_ROUND };
+enum {
+  OP_EMBED,
+  OP_NORMALIZE,
+  OP_MULTIPLY,
+  OP_ATTEND,
+  OP_ATTEND_MLA,
+  OP_COMPUTE_EXPERTS,
+  OP_ADD,
+  OP_CLEAR,
+  OP_ROUND,
+};
 
 typedef struct {
   int64_t out;         // float
@@ -355,6 +398,15 @@ typedef struct {
 } CAttend;
 
 typedef struct {
+  int64_t queries;          // float
+  int64_t latents;          // float
+  int64_t prepared;         // T, memory for the prepared queries
+  int64_t out;              // T
+  CMLAParams params;
+  void* cache;
+} CAttendMLA;
+
+typedef struct {
   int64_t x;                // T
   int64_t scores;           // float
   int64_t hidden;           // float
@@ -386,9 +438,10 @@ typedef struct {
 typedef struct {
   CAttentionMetadata metadata;
   const int32_t* token_ids;
-  const float* cos;          // [positions, head_dim / 2]
+  const float* cos;          // [positions, rotated features / 2]
   const float* sin;
   void* attention_scratch;
+  CMLAScratch mla_scratch;
   void* expert_scratch;
   int64_t expert_tokens;     // the `max_tokens` of expert_scratch
   int32_t* expert_ids;       // [num_tokens, top_k] memory for the ids that a layer chooses

@@ -1,5 +1,5 @@
 // Attention of one shard: its tasks one after another, and each task chunk by chunk of its context.
-#include "attention_division.h"
+#include "attention_results.h"
 
 namespace eagleray {
 namespace {
@@ -47,7 +47,9 @@ class Attention : TaskRows {
  public:
   Attention(const CAttentionParams& params, const CAttentionMetadata& metadata, const T* queries, const T* cache,
             T* out, const Scratch& scratch, Workspace<T>& space)
-      : TaskRows{params, metadata}, queries_(queries), cache_(cache), out_(out), scratch_(scratch), space_(space) {}
+      : TaskRows{params, metadata}, queries_(queries), cache_(cache), out_(out), space_(space),
+        results_{scratch, space.parts[0], space.totals[0], space.part_max, space.total_max, RESULT_SIZE,
+                 width_ + LANES} {}
 
   void run() {
     const std::vector<Piece>& pieces = space_.pieces;
@@ -56,6 +58,8 @@ class Attention : TaskRows {
 
  private:
   void run(const Piece& piece, const Piece& following) {
+    const Span all = chunks(piece.task);
+    results_.clear(piece.task);
     load_queries(piece.task);
     find_slices(piece.task, piece.chunks.begin, space_.chunks[0]);
     for (int64_t index = piece.chunks.begin, turn = 0; index < piece.chunks.end; index++, turn ^= 1) {
@@ -63,20 +67,15 @@ class Attention : TaskRows {
       Chunk<T>& next = space_.chunks[turn ^ 1];
       if (index + 1 < piece.chunks.end) find_slices(piece.task, index + 1, next);
       else find_slices(following.task, following.chunks.begin, next);
-      Span active = compute(piece.task, chunk, next);
-      for (int64_t row = active.begin; row < active.end; row++) {
-        if (piece.num_shards == 1) add_part(row, space_.parts[row], space_.part_max[row]);
-        else store_part(piece, index, row);
-      }
+      results_.take(piece, index, all.begin, compute(piece.task, chunk, next));
     }
-    if (piece.num_shards == 1 || merge_pieces(piece)) write_results(piece.task);
+    if (results_.complete(piece, all)) write_results(piece.task);
   }
 
   void load_queries(const Task& task) {
     for (int64_t row = 0; row < task.end - task.begin; row++) {
       std::memcpy((void*)space_.queries[row], queries_ + offset(task, task.begin + row), size_t(size_) * sizeof(T));
       space_.visible[row] = visible(task, task.begin + row);
-      space_.total_max[row] = NO_SCORE;
     }
   }
 
@@ -89,33 +88,6 @@ class Attention : TaskRows {
   float sink_probability(const Task& task, int64_t row) const {
     if (!params.sinks) return 0;
     return std::exp2(params.sinks[head(task, task.begin + row)] * LOG2_E - space_.total_max[row]);
-  }
-
-  void add_part(int64_t row, const float* part, float max_score) {
-    float &total_max_score = space_.total_max[row], *total = space_.totals[row];
-    if (total_max_score != NO_SCORE) return merge(total, &total_max_score, part, max_score, width_ + LANES);
-    std::memcpy(total, part, size_t(width_ + LANES) * sizeof(float));
-    total_max_score = max_score;
-  }
-
-  void store_part(const Piece& piece, int64_t chunk, int64_t row) {
-    chunk -= chunks(piece.task).begin;
-    std::memcpy(scratch_.result(piece.first_shard, chunk, row), space_.parts[row],
-                size_t(width_ + LANES) * sizeof(float));
-    scratch_.max_score(piece.first_shard, chunk, row) = space_.part_max[row];
-  }
-
-  // Merge the chunks of a task that several shards computed. Only the last shard to finish does it and returns true.
-  bool merge_pieces(const Piece& piece) {
-    std::atomic<int32_t>& done = scratch_.done(piece.first_shard);
-    if (done.fetch_add(1, std::memory_order_acq_rel) != piece.num_shards - 1) return false;
-    done.store(0, std::memory_order_relaxed);
-    const Span all = chunks(piece.task);
-    for (int64_t chunk = 0; chunk < all.end - all.begin; chunk++)
-      for (int64_t row = 0; row < group; row++)
-        add_part(row, scratch_.result(piece.first_shard, chunk, row),
-                 scratch_.max_score(piece.first_shard, chunk, row));
-    return true;
   }
 
   void find_slices(const Task& task, int64_t index, Chunk<T>& chunk) const {
@@ -240,20 +212,12 @@ class Attention : TaskRows {
   const T* queries_;
   const T* cache_;
   T* out_;
-  const Scratch& scratch_;
   Workspace<T>& space_;
   const int64_t size_ = params.head_dim, width_ = round_up(size_, LANES), lanes_ = lanes_of_block(params);
   const int64_t values_at_ = lanes_ * size_;   // offset of the values in a block of a kv head
   const float scale_ = params.scale * LOG2_E;  // makes the softmax one of powers of 2
+  const Results results_;
 };
-
-// The number of shards into which a team of threads divides a phase.
-int64_t count_shards(int num_threads) {
-  Team::State state;
-  int64_t count = 0;
-  Team(&state, num_threads).for_each_shard([&](Shard shard) { count = shard.count; });
-  return count;
-}
 
 }  // namespace
 

@@ -90,7 +90,7 @@ class Division : TaskRows {
 
  private:
   int64_t tiles(int64_t request) const { return (num_queries(request) * group + TILE - 1) / TILE; }
-  bool can_be_split(int64_t request) const { return num_queries(request) == 1 && group <= TILE; }
+  bool can_be_split(int64_t request) const { return num_queries(request) == 1; }
 
   Task task(int64_t request, int64_t kv_head, int64_t tile) const {
     return {request, kv_head, tile * TILE, std::min((tile + 1) * TILE, num_queries(request) * group)};
@@ -143,34 +143,6 @@ class Division : TaskRows {
 
   const Shard& shard_;
   int64_t total_ = 0, max_chunks_ = 0;
-};
-
-// Results of tasks that are split. For each first shard: how many shards have finished its task, and for every chunk
-// and row the features, the sums and the highest score.
-class Scratch {
- public:
-  Scratch(const CAttentionParams& params, int64_t num_shards, int64_t max_chunks, float* memory)
-      : group_(params.num_heads / params.num_kv_heads),
-        row_size_(round_up(params.head_dim, LANES) + 2 * LANES),
-        task_size_(max_chunks * group_ * row_size_),
-        size_(num_shards > 1 && group_ <= TILE ? num_shards * (LANES + task_size_) : 0),
-        counts_(memory),
-        results_(memory + num_shards * LANES) {}
-
-  int64_t size() const { return size_; }
-  std::atomic<int32_t>& done(int64_t first_shard) const {
-    return *reinterpret_cast<std::atomic<int32_t>*>(counts_ + first_shard * LANES);
-  }
-  float* result(int64_t first_shard, int64_t chunk, int64_t row) const {
-    return results_ + first_shard * task_size_ + (chunk * group_ + row) * row_size_;
-  }
-  float& max_score(int64_t first_shard, int64_t chunk, int64_t row) const {
-    return result(first_shard, chunk, row)[row_size_ - LANES];
-  }
-
- private:
-  int64_t group_, row_size_, task_size_, size_;
-  float *counts_, *results_;
 };
 
 }  // namespace

@@ -126,9 +126,9 @@ class Block {
 
   // The address of the results of a row and a panel.
   char* results(int64_t row, int64_t panel) const {
-    bool gated = is_gated(product.epilogue);
+    bool gated = is_gated(product.epilogue), is_rounded = gated || product.epilogue == EPILOGUE_ROUND;
     int64_t offset = (begin + row) * product.y_stride + panel * (gated ? LANES : PANEL);
-    return static_cast<char*>(product.y) + offset * int64_t(gated ? sizeof(T) : sizeof(float));
+    return static_cast<char*>(product.y) + offset * int64_t(is_rounded ? sizeof(T) : sizeof(float));
   }
 
   // sums: [num_rows, PANEL]. Each tile prefetches a part of `next`.
@@ -215,16 +215,19 @@ class Block {
 
   void finish(int64_t panel, Span rows, const float* sums) const {
     if (is_gated(product.epilogue)) finish_gated(panel, rows, sums);
-    else finish_sums(panel, rows, sums);
+    else if (product.epilogue == EPILOGUE_ROUND) finish_sums<T>(panel, rows, sums);
+    else finish_sums<float>(panel, rows, sums);
   }
 
+  template <class Out>
   void finish_sums(int64_t panel, Span rows, const float* sums) const {
     int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, product.n - first);
-    float bias[PANEL] = {}, edge[PANEL] = {};
+    float bias[PANEL] = {};
+    Out edge[PANEL] = {};
     if (product.bias) std::copy_n(product.bias + first, count, bias);
     for (int64_t row = rows.begin; row < rows.end; row++, sums += PANEL) {
-      float* y = reinterpret_cast<float*>(results(row, panel));
-      float* to = count == PANEL ? y : edge;
+      Out* y = reinterpret_cast<Out*>(results(row, panel));
+      Out* to = count == PANEL ? y : edge;
       if (to != y && product.epilogue == EPILOGUE_ADD) std::copy_n(y, count, edge);
       for (int i = 0; i < PANEL; i += LANES) {
         Floats result = load(sums + i) + load(bias + i);

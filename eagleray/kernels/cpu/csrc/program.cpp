@@ -7,6 +7,7 @@
 #include "adapters.h"
 #include "attention.h"
 #include "experts.h"
+#include "mla.h"
 #include "product.h"
 #include "rows.h"
 
@@ -26,6 +27,7 @@ class Program {
       case OP_NORMALIZE: return normalize(*static_cast<const CNormalize*>(op.args));
       case OP_MULTIPLY: return multiply(*static_cast<const CMultiply*>(op.args));
       case OP_ATTEND: return attend(*static_cast<const CAttend*>(op.args));
+      case OP_ATTEND_MLA: return attend_mla(*static_cast<const CAttendMLA*>(op.args));
       case OP_COMPUTE_EXPERTS: return compute_experts(*static_cast<const CComputeExperts*>(op.args));
       case OP_ADD: return add(*static_cast<const CElementwise*>(op.args));
       case OP_CLEAR: return clear(*static_cast<const CElementwise*>(op.args));
@@ -77,6 +79,14 @@ class Program {
       eagleray::attend(shard, args.params, batch_.metadata, queries, cache, rows<T>(args.out),
                        static_cast<float*>(batch_.attention_scratch));
     });
+  }
+
+  void attend_mla(const CAttendMLA& args) const {
+    const CMLAScratch& scratch = batch_.mla_scratch;
+    eagleray::attend_mla(team_, args.params, batch_.metadata,
+                         {rows<float>(args.queries), rows<float>(args.latents), batch_.cos, batch_.sin},
+                         rows<T>(args.prepared), static_cast<T*>(args.cache), rows<T>(args.out),
+                         MLAScratch<T>{scratch.splits, static_cast<T*>(scratch.latents), scratch.max_tokens});
   }
 
   void compute_experts(const CComputeExperts& args) const {
