@@ -412,7 +412,7 @@ class Scheduler:
                 break
             num_tokens = min(run.num_uncomputed_tokens, draft.budget)
             if num_tokens > 0 and run.is_current:
-                drafted = drafts.get(run, [])
+                drafted = drafts.get(run, [])[: draft.budget - num_tokens]
                 if drafted and not self._extend_for(run, drafted, draft):
                     drafted = []
                 if self._reserve(run, num_tokens, draft):
@@ -433,7 +433,7 @@ class Scheduler:
 
     def _choose_drafts(self, runs: Sequence[Run], budget: int, drafter: Drafter) -> dict[Run, list[int]]:
         """Return the drafts to compute behind the last tokens of some of these runs: those whose last token is known
-        and the only one to compute."""
+        and the only one to compute. They leave room for a token of each run."""
         candidates = {}
         for run in runs:
             if not run.num_placeholders and run.num_uncomputed_tokens == 1:
@@ -443,7 +443,9 @@ class Scheduler:
         if not candidates:
             return {}
         num_tokens = sum(run.num_uncomputed_tokens for run in runs)
-        room = min(MAX_DRAFT_TOKENS, budget - num_tokens)
+        room = min(MAX_DRAFT_TOKENS, budget - len(runs))  # drafts may shorten the part of a prompt
+        if room <= 0:
+            return {}
         chosen = drafter.choose(list(candidates.values()), num_tokens=num_tokens, num_rows=len(runs), room=room)
         return {run: drafted for run, drafted in zip(candidates, chosen, strict=True) if drafted}
 
@@ -650,10 +652,13 @@ class Scheduler:
     def _count_step(
         self, drafter: Drafter, flight: InFlightStep, sampled: Mapping[int, list[int]], seconds: float
     ) -> None:
-        """Count the time of a step that computed no prompt, and what was gained by its drafts."""
-        num_rows, num_drafts = len(flight.runs), sum(map(len, flight.drafts.values()))
-        if num_rows and sum(flight.runs.values()) == num_rows:
-            num_accepted = sum(len(sampled.get(run.row, "?")) - 1 for run in flight.drafts)
+        """Count the time of a step, and what was gained by its drafts."""
+        num_rows, num_tokens = len(flight.runs), flight.num_tokens
+        num_drafts = sum(map(len, flight.drafts.values()))
+        if num_tokens - num_drafts > num_rows:
+            drafter.on_prompt_step(num_tokens=num_tokens, seconds=seconds)
+        elif num_rows:
+            num_accepted = sum(max(0, len(sampled.get(run.row, ())) - 1) for run in flight.drafts)
             drafter.on_step(num_rows=num_rows, num_drafts=num_drafts, num_accepted=num_accepted, seconds=seconds)
 
     def _count_draft(self, num_drafted: int, *, num_accepted: int) -> None:

@@ -18,13 +18,19 @@ from eagleray.config.speculation import Speculation
 from eagleray.scheduler.acceptance import Acceptance
 from eagleray.scheduler.follower import FORGET_HITS, Follower, Prediction, most_frequent
 from eagleray.scheduler.request import Request
-from eagleray.scheduler.step_costs import StepCosts
+from eagleray.scheduler.step_costs import NEWEST, StepCosts
 from eagleray.scheduler.token_history import OwnTokens, SharedTokens, TokenHistory
 from eagleray.scheduler.token_index import Place
 
 LEAST_PROBABILITY = 0.1
 """No token is drafted below this probability, however cheap it seems."""
 
+
+LEAST_PROMPT_TOKENS = 64
+"""Number of tokens from which the time of a step that computes a prompt is in proportion to it."""
+
+MARGIN_BESIDE_PROMPT = 1.25
+"""Time that a drafted token has to save in such a step, in units of the time that it takes."""
 
 LEAST_HITS, LEAST_HITS_OF_ROW, MOST_LEAST_HITS = 1.0, 0.25, 5.0
 """Right predictions, see `Follower.hits`, below which a request is looked up only once in `COLD_TOKENS` tokens: for a
@@ -66,6 +72,7 @@ class Drafter:
         self._costs: dict[int, StepCosts] = {}
         """Times of steps by the number of bits of their number of rows."""
         self._least_hits = LEAST_HITS
+        self._prompt_token_seconds = 0.0
 
     def begin(self, request: Request) -> Follower:
         """Begin to predict the tokens of a request."""
@@ -108,11 +115,15 @@ class Drafter:
     def choose(self, candidates: Sequence[Candidate], *, num_tokens: int, num_rows: int, room: int) -> list[list[int]]:
         """Return the tokens to check behind those of each candidate, in a step with `num_tokens` other tokens and
         `num_rows` rows. `room`: most drafted tokens of the step."""
-        costs = self.costs(num_rows)
-        if num_tokens > num_rows or math.isinf(costs.least_gain):
+        has_prompt = num_tokens > num_rows
+        costs = self.costs(len(candidates) if has_prompt else num_rows)
+        if math.isinf(costs.least_gain):
             return [[] for _ in candidates]
         drafts = [self.draft(one, min(one.limit, self._max_tokens)) for one in candidates]
-        counts, _ = _best_counts(drafts, costs, num_rows=num_rows, room=room)
+        if has_prompt:
+            counts = self._counts_beside_prompt(drafts, costs, room)
+        else:
+            counts, _ = _best_counts(drafts, costs, num_rows=num_rows, room=room)
         return [draft.token_ids[:count] for draft, count in zip(drafts, counts, strict=True)]
 
     def gain_of_waiting(self, candidates: Sequence[Candidate], *, num_rows: int) -> float:
@@ -132,6 +143,12 @@ class Drafter:
         costs = self.costs(num_rows)
         costs.add(num_rows + num_drafts, seconds)
         costs.settle(num_rows=num_rows, num_drafts=num_drafts, num_accepted=num_accepted)
+
+    def on_prompt_step(self, *, num_tokens: int, seconds: float) -> None:
+        """Count a step that computed a part of a prompt."""
+        if num_tokens >= LEAST_PROMPT_TOKENS:
+            each = seconds / num_tokens
+            self._prompt_token_seconds += NEWEST * (each - self._prompt_token_seconds)
 
     def on_checked(self, num_accepted: int) -> None:
         """Count the accepted tokens of a draft."""
@@ -164,6 +181,18 @@ class Drafter:
             places = _continued(places, follower, token_ids)
             prediction = self._prediction(places, length)
         return Draft(token_ids, probabilities)
+
+    def _counts_beside_prompt(self, drafts: Sequence[Draft], costs: StepCosts, room: int) -> list[int]:
+        """Return how many tokens of each draft save more time than they take in a step that computes a prompt. Such a
+        step is so long that they delay nobody else."""
+        if not costs.is_measured or not self._prompt_token_seconds:
+            return [0] * len(drafts)
+        least = MARGIN_BESIDE_PROMPT * self._prompt_token_seconds * len(drafts) / costs.seconds(len(drafts))
+        counts = []
+        for draft in drafts:
+            counts.append(min(room, sum(one > least for one in draft.probabilities)))
+            room -= counts[-1]
+        return counts
 
     def _prediction(self, places: Sequence[Place], match_length: int) -> Prediction | None:
         if not places:

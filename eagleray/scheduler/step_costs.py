@@ -74,6 +74,11 @@ class StepCosts:
         self.balance = min(MOST_BALANCE, max(LEAST_BALANCE, self.balance + gain))
 
     @property
+    def is_measured(self) -> bool:
+        """Whether times are in seconds."""
+        return bool(self._points)
+
+    @property
     def least_gain(self) -> float:
         """Expected gain in speed by drafts below which nothing is drafted."""
         if self.balance > 0:

@@ -3,8 +3,8 @@
 A set-associative table of fixed size: an n-gram is hashed to a bucket of a few entries, each a place behind such an
 n-gram: the newest comes first, and the one that was first overwrites another. So memory and time are bounded, whatever
 the number and length of the sequences: a token writes one entry for each length of n-gram, and a lookup reads one
-bucket for each. An entry may be out of date, or belong to another n-gram of the same bucket, so each is compared with the
-tokens of its sequence.
+bucket for each. An entry may be out of date, or belong to another n-gram of the same bucket, so each is compared with
+the tokens of its sequence.
 
 Hashes roll: that of an n-gram is made of the hash before it and its last token. They are polynomials modulo 2**64 whose
 base has so many factors of 2 that tokens before the n-gram are multiplied by 0.

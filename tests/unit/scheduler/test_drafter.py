@@ -106,7 +106,24 @@ def test_drafter_large_steps_cost_more_drafts_fewer_tokens():
     assert choose(candidates, num_tokens=2, num_rows=2, room=99) == [[1, 2, 3], [1, 2, 3]]
     assert sum(map(len, choose(candidates, num_tokens=2, num_rows=2, room=3))) == 3
     assert choose(candidates, num_tokens=20, num_rows=20, room=99) == [[], []], "18 requests would wait for 2"
-    assert choose(candidates, num_tokens=500, num_rows=2, room=99) == [[], []], "the step computes a prompt"
+
+
+def test_drafter_step_computes_prompt_drafts_tokens_that_save_more_time_than_they_take():
+    one = Drafted([1, 2, 3, 4, 5] * 9)
+    one.generate([1, 2, 3, 4, 5] * 9)
+    candidates = [Candidate(one.follower, 4)] * 2
+
+    def drafted(room=99):
+        return [len(draft) for draft in one.drafter.choose(candidates, num_tokens=500, num_rows=3, room=room)]
+
+    assert drafted() == [0, 0], "the time of a prompt's token is unknown"
+    for _ in range(99):
+        one.drafter.on_prompt_step(num_tokens=500, seconds=50)
+    assert drafted() == [4, 4], "two tokens take a second in other steps, and 0.2 s here"
+    assert drafted(room=5) == [4, 1]
+    for _ in range(99):
+        one.drafter.on_prompt_step(num_tokens=500, seconds=200)
+    assert drafted() == [0, 0]
 
 
 def test_drafter_steps_have_lost_time_drafts_need_more_gain():
