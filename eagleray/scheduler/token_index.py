@@ -22,7 +22,8 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 
 NUM_BUCKETS = 2**17
-ENTRIES_OF_BUCKET = 8
+_ENTRY_BITS = 3
+ENTRIES_OF_BUCKET = 1 << _ENTRY_BITS
 """8 MiB of entries, of which only the pages that are written take memory."""
 
 LEAST_AT_ONCE = 24
@@ -32,6 +33,7 @@ _POSITION_BITS = 32
 _POSITION = (1 << _POSITION_BITS) - 1
 _WORD = (1 << 64) - 1
 _ODD = 0x9E3779B97F4A7C15
+_PRIME = 0xC2B2AE3D27D4EB4F
 
 
 class Place(NamedTuple):
@@ -62,8 +64,8 @@ class TokenIndex:
         """`max_match`: longer matches are not told apart."""
         self._lengths = sorted(set(lengths), reverse=True)
         self._bases = [_base(length) for length in self._lengths]
-        self._factors = [pow(_ODD, 2 + length, 1 << 64) for length in self._lengths]
-        """Odd factors by which hashes are spread over the buckets."""
+        self._salts = [pow(_PRIME, 1 + length, 1 << 64) for length in self._lengths]
+        """Numbers that are added to hashes, so that each length of n-gram has other buckets."""
         self._max_match = max_match
         self._shift = 65 - num_buckets.bit_length()
         assert num_buckets & (num_buckets - 1) == 0, "the number of buckets is a power of two"
@@ -97,7 +99,7 @@ class TokenIndex:
         if end - first >= LEAST_AT_ONCE:
             self._insert_many(sequence, end)
             return
-        entries, keys, domain = self._entries, sequence.keys, sequence.domain
+        entries, keys, domain = self._entries, sequence.keys, sequence.domain * _PRIME
         for place in range(first + 1, end + 1):
             token_id, entry = sequence.token_ids[place - 1], sequence.number << _POSITION_BITS | place
             self._num_inserted += 1
@@ -105,7 +107,7 @@ class TokenIndex:
             for number, base in enumerate(self._bases):
                 keys[number] = key = (keys[number] * base + token_id) & _WORD
                 if place >= self._lengths[number] and place >= sequence.first_place:
-                    bucket = (((key ^ domain) * self._factors[number] & _WORD) >> self._shift) * ENTRIES_OF_BUCKET
+                    bucket = ((key + domain + self._salts[number]) * _ODD & _WORD) >> self._shift << _ENTRY_BITS
                     if before := entries[bucket]:
                         entries[bucket + way] = before
                     entries[bucket] = entry
@@ -116,10 +118,10 @@ class TokenIndex:
         first, and the number of equal tokens. They are the longest among those of the longest n-gram that is found.
         `sequence` is indexed up to the last of these tokens."""
         end = len(token_ids)
-        for length, factor, key in zip(self._lengths, self._factors, sequence.keys, strict=True):
+        for length, salt, key in zip(self._lengths, self._salts, sequence.keys, strict=True):
             if end < length:
                 continue
-            bucket = (((key ^ domain) * factor & _WORD) >> self._shift) * ENTRIES_OF_BUCKET
+            bucket = ((key + domain * _PRIME + salt) * _ODD & _WORD) >> self._shift << _ENTRY_BITS
             if not self._entries[bucket]:
                 continue
             best = length
@@ -155,8 +157,9 @@ class TokenIndex:
                 factor = np.uint64(pow(base, back, 1 << 64))
                 keys[back:] += known[: end - start - back] * factor
             sequence.keys[number] = int(keys[-1])
-            keys = (keys[first - start :] ^ np.uint64(sequence.domain)) * np.uint64(self._factors[number])
-            buckets = (keys >> np.uint64(self._shift)).astype(np.int64) * ENTRIES_OF_BUCKET
+            salt = np.uint64((sequence.domain * _PRIME + self._salts[number]) & _WORD)
+            keys = (keys[first - start :] + salt) * np.uint64(_ODD)
+            buckets = (keys >> np.uint64(self._shift)).astype(np.int64) << _ENTRY_BITS
             is_found = places >= max(length, sequence.first_place)
             self._put(buckets[is_found], entries[is_found], ways[is_found])
         self._num_inserted += len(places)
