@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from scheduler_fakes import request
+from scheduler_fakes import Engine, RandomDrafter, request, undisturbed
 
 from eagleray.config.speculation import speculation
 from eagleray.scheduler.acceptance import Acceptance, Calibration
@@ -182,3 +182,19 @@ def test_calibration_request_differs_from_others_counts_its_own():
     for _ in range(100):
         request.add(True, cell)
     assert request.probability(cell) > 0.9
+
+
+def test_scheduler_drafts_shorten_the_part_of_a_prompt():
+    """A step has 16 tokens; a long prompt beside a request that repeats itself takes what its drafts leave."""
+    engine = Engine(drafter=RandomDrafter(3), max_model_len=96, num_blocks=64)
+    messages = [request("a", [1], max_tokens=30), request("b", range(60), max_tokens=2)]
+    engine.add(messages[0])
+    for _ in range(3):
+        engine.step()
+    engine.add(messages[1])
+    engine.run()
+    sizes = [sum(plan.num_tokens) for plan in engine.plans]
+    assert max(sizes) == 16
+    assert any(plan.drafts and sum(plan.num_tokens) == 16 for plan in engine.plans)
+    for message in messages:
+        assert engine.tokens(message.request_id) == undisturbed(message, max_model_len=96)[0]
