@@ -12,11 +12,11 @@ from typing import NamedTuple
 from eagleray.scheduler.acceptance import Calibration, Cell
 from eagleray.scheduler.token_index import IndexedSequence, Place
 
-FORGET_HITS = 0.95
-"""Factor of the right predictions of a request for each further token."""
+FORGET_ACCEPTED = 0.95
+"""Factor of the accepted tokens of a request for each further token."""
 
-FIRST_HITS = 2.5
-"""Number of right predictions that a request begins with."""
+FIRST_ACCEPTED = 5.0
+"""Number of accepted tokens that a request begins with."""
 
 
 class Prediction(NamedTuple):
@@ -48,8 +48,15 @@ class Follower:
     prediction: Prediction | None = None
     """Prediction of the next token; None without a match."""
     calibration: Calibration = field(default_factory=Calibration)
-    hits: float = FIRST_HITS
-    """Number of right predictions. Older ones count less."""
+    num_accepted: float = FIRST_ACCEPTED
+    """Drafted tokens of the request that were accepted. Older ones count less."""
+    is_cold: bool = False
+    """Whether no token is predicted, because drafts of the request were of little use."""
+
+    def cool_down(self) -> None:
+        """Predict nothing until the request repeats more tokens."""
+        self.is_cold = True
+        self.places, self.match_length, self.prediction = [], 0, None
 
     def advance(self, token_id: int, *, max_match: int) -> None:
         """Follow the places whose next token is the one that came."""

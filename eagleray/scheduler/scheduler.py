@@ -46,6 +46,10 @@ LEAST_GAIN_OF_TURN = 0.5
 """Gain in speed by a draft for which a run gives up its turn in the pipeline, until its last token is known."""
 
 
+COUNTED_STEPS = 4
+"""The time of one step in so many is counted where none has drafts, since drafts cost other steps nothing then."""
+
+
 class Scheduler:
     """Continuous batching over one token budget: running requests come first, then waiting ones are admitted.
 
@@ -355,7 +359,8 @@ class Scheduler:
             row: [token_id, *result.checked_token_ids.get(row, ())]
             for row, token_id in zip(result.rows, result.token_ids, strict=True)
         }
-        if self._drafter is not None and seconds is not None:
+        is_counted = flight.drafts or flight.step % COUNTED_STEPS == 0
+        if self._drafter is not None and seconds is not None and is_counted:
             self._count_step(self._drafter, flight, sampled, seconds)
         failures = {failure.row: failure for failure in result.failures}
         ended = set(result.ended)
@@ -601,7 +606,7 @@ class Scheduler:
         if not token_ids:
             return request.make_chunk(prompt_logprobs=prompt_logprobs, routed_experts=routed)
         if run.num_drafts:
-            self._count_draft(run.num_drafts, num_accepted=len(token_ids) - 1)
+            self._count_draft(run, num_accepted=len(token_ids) - 1)
         run.settle(token_ids)
         num_tokens, finish = request.find_finish(token_ids)
         token_ids = token_ids[:num_tokens]
@@ -659,13 +664,20 @@ class Scheduler:
             drafter.on_prompt_step(num_tokens=num_tokens, seconds=seconds)
         elif num_rows:
             num_accepted = sum(max(0, len(sampled.get(run.row, ())) - 1) for run in flight.drafts)
-            drafter.on_step(num_rows=num_rows, num_drafts=num_drafts, num_accepted=num_accepted, seconds=seconds)
+            num_steps = 1 if num_drafts else COUNTED_STEPS
+            drafter.on_step(
+                num_rows=num_rows,
+                num_drafts=num_drafts,
+                num_accepted=num_accepted,
+                seconds=seconds,
+                num_steps=num_steps,
+            )
 
-    def _count_draft(self, num_drafted: int, *, num_accepted: int) -> None:
-        assert self._drafter is not None
-        self._drafter.on_checked(num_accepted)
+    def _count_draft(self, run: Run, *, num_accepted: int) -> None:
+        assert self._drafter is not None and run.request.follower is not None
+        self._drafter.on_checked(run.request.follower, num_accepted)
         self._counters.num_drafts += 1
-        self._counters.num_draft_tokens += num_drafted
+        self._counters.num_draft_tokens += run.num_drafts
         self._counters.num_accepted_tokens += num_accepted
 
     def _deliver_pooled(self, run: Run, vector: Array, weight_version: str) -> AddressedChunk:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from eagleray.config.speculation import Speculation
 from eagleray.scheduler.acceptance import Acceptance
-from eagleray.scheduler.follower import FORGET_HITS, Follower, Prediction, most_frequent
+from eagleray.scheduler.follower import FIRST_ACCEPTED, FORGET_ACCEPTED, Follower, Prediction, most_frequent
 from eagleray.scheduler.request import Request
 from eagleray.scheduler.step_costs import NEWEST, StepCosts
 from eagleray.scheduler.token_history import OwnTokens, SharedTokens, TokenHistory
@@ -32,11 +32,14 @@ LEAST_PROMPT_TOKENS = 64
 MARGIN_BESIDE_PROMPT = 1.25
 """Time that a drafted token has to save in such a step, in units of the time that it takes."""
 
-LEAST_HITS, LEAST_HITS_OF_ROW, MOST_LEAST_HITS = 1.0, 0.25, 5.0
-"""Right predictions, see `Follower.hits`, below which a request is looked up only once in `COLD_TOKENS` tokens: for a
-step without rows, for each of its rows, and at most. The more rows, the more drafts have to be right."""
+LEAST_ACCEPTED, MOST_LEAST_ACCEPTED = 1.0, 4.0
+"""Accepted tokens, see `Follower.num_accepted`, below which a request becomes cold, alone and in a large step."""
 
 COLD_TOKENS = 8
+"""The last tokens of a cold request are looked up once in so many tokens."""
+
+WARM_MATCH = 6
+"""Number of its last tokens that a cold request must repeat until its tokens are predicted again."""
 
 
 class Candidate(NamedTuple):
@@ -71,7 +74,7 @@ class Drafter:
         self.acceptance = Acceptance()
         self._costs: dict[int, StepCosts] = {}
         """Times of steps by the number of bits of their number of rows."""
-        self._least_hits = LEAST_HITS
+        self._least_accepted = LEAST_ACCEPTED
         self._prompt_token_seconds = 0.0
 
     def begin(self, request: Request) -> Follower:
@@ -84,25 +87,25 @@ class Drafter:
 
     def on_token(self, follower: Follower) -> None:
         """Compare the last of a request's tokens with the prediction, and predict the next one."""
+        if follower.is_cold:
+            if len(follower.token_ids) % COLD_TOKENS == 0:
+                self._warm_up(follower)
+            return
         if follower.prediction is not None:
             predicted, _, cell = follower.prediction
             token_id = follower.token_ids[-1]
             is_right = predicted == token_id
             follower.calibration.add(is_right, cell)
             cell.add(is_right)
-            follower.hits = FORGET_HITS * follower.hits + is_right
             follower.advance(token_id, max_match=self._history.max_match)
-        elif follower.hits < self._least_hits:
-            if len(follower.token_ids) % COLD_TOKENS:
-                return
-            follower.hits *= FORGET_HITS**COLD_TOKENS
-        else:
-            follower.hits *= FORGET_HITS
         self._history.index_tokens(follower)
-        is_due = follower.hits >= self._least_hits or len(follower.token_ids) % COLD_TOKENS == 0
-        if not follower.places and is_due:
+        if not follower.places:
             self._history.look_up(follower)
-        follower.prediction = self._prediction(follower.places, follower.match_length)
+        follower.num_accepted *= FORGET_ACCEPTED
+        if follower.num_accepted < self._least_accepted:
+            follower.cool_down()
+        else:
+            follower.prediction = self._prediction(follower.places, follower.match_length)
 
     def index_tokens(self, follower: Follower) -> None:
         """Index tokens of a request that are not in the index yet, up to a number."""
@@ -137,12 +140,12 @@ class Drafter:
         later = [Draft(draft.token_ids[1:], draft.probabilities[1:]) for draft in drafts]
         return _best_counts(later, costs, num_rows=num_rows, room=costs.most_tokens)[1]
 
-    def on_step(self, *, num_rows: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        """Count a step that computed one token of each of its rows, and drafts."""
-        self._least_hits = min(MOST_LEAST_HITS, LEAST_HITS + LEAST_HITS_OF_ROW * num_rows)
+    def on_step(self, *, num_rows: int, num_drafts: int, num_accepted: int, seconds: float, num_steps: int = 1) -> None:
+        """Count a step that computed one token of each of its rows, and drafts. It stands for `num_steps` like it."""
+        self._least_accepted = min(MOST_LEAST_ACCEPTED, LEAST_ACCEPTED * (1 + num_rows / 4))
         costs = self.costs(num_rows)
         costs.add(num_rows + num_drafts, seconds)
-        costs.settle(num_rows=num_rows, num_drafts=num_drafts, num_accepted=num_accepted)
+        costs.settle(num_rows=num_rows, num_drafts=num_drafts, num_accepted=num_accepted, num_steps=num_steps)
 
     def on_prompt_step(self, *, num_tokens: int, seconds: float) -> None:
         """Count a step that computed a part of a prompt."""
@@ -150,8 +153,9 @@ class Drafter:
             each = seconds / num_tokens
             self._prompt_token_seconds += NEWEST * (each - self._prompt_token_seconds)
 
-    def on_checked(self, num_accepted: int) -> None:
+    def on_checked(self, follower: Follower, num_accepted: int) -> None:
         """Count the accepted tokens of a draft."""
+        follower.num_accepted += num_accepted
         for position in range(num_accepted):
             self.num_accepted[position] += 1
 
@@ -181,6 +185,17 @@ class Drafter:
             places = _continued(places, follower, token_ids)
             prediction = self._prediction(places, length)
         return Draft(token_ids, probabilities)
+
+    def _warm_up(self, follower: Follower) -> None:
+        """Predict tokens of a cold request again if it has begun to repeat some."""
+        self._history.index_tokens(follower)
+        self._history.look_up(follower)
+        if follower.match_length < min(WARM_MATCH, self._history.max_match):
+            follower.cool_down()
+            return
+        follower.is_cold = False
+        follower.num_accepted = FIRST_ACCEPTED
+        follower.prediction = self._prediction(follower.places, follower.match_length)
 
     def _counts_beside_prompt(self, drafts: Sequence[Draft], costs: StepCosts, room: int) -> list[int]:
         """Return how many tokens of each draft save more time than they take in a step that computes a prompt. Such a

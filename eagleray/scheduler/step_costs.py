@@ -66,9 +66,10 @@ class StepCosts:
         if count < REFRESH_STEPS or self._num_steps % REFRESH_STEPS == 0:
             self._points = self._rising_points()
 
-    def settle(self, *, num_rows: int, num_drafts: int, num_accepted: int) -> None:
-        """Add to the balance what the drafts of a step have gained or lost by the expected times of steps."""
-        gain = INCOME
+    def settle(self, *, num_rows: int, num_drafts: int, num_accepted: int, num_steps: int = 1) -> None:
+        """Add to the balance what the drafts of a step have gained or lost by the expected times of steps. It stands
+        for `num_steps` steps."""
+        gain = INCOME * num_steps
         if num_drafts:
             gain += num_accepted / num_rows - self.seconds(num_rows + num_drafts) / self.seconds(num_rows) + 1
         self.balance = min(MOST_BALANCE, max(LEAST_BALANCE, self.balance + gain))

@@ -82,17 +82,22 @@ def test_drafter_new_engine_drafts_nothing_before_predictions_were_right():
     assert one.drafter.is_predicted(one.follower) and one.draft() == []
 
 
-def test_drafter_random_tokens_are_seldom_looked_up(monkeypatch):
+def test_drafter_drafts_of_no_use_request_is_seldom_looked_up(monkeypatch):
     one = Drafted([1, 2, 3])
     choose = random.Random(0)
     one.generate([choose.randrange(9999) for _ in range(100)])
+    assert one.follower.is_cold
     calls = []
-    monkeypatch.setattr(one.drafter, "_prediction", lambda *arguments: calls.append(1))
+    monkeypatch.setattr(one.drafter, "_warm_up", lambda follower: calls.append(follower))
     one.generate([choose.randrange(9999) for _ in range(10 * COLD_TOKENS)])
     assert len(calls) == 10
     monkeypatch.undo()
-    one.generate(one.request.token_ids[20:70])
-    assert one.draft() == one.request.token_ids[70:74]
+    one.generate(one.request.token_ids[20:40])
+    assert one.draft() == one.request.token_ids[40:44]
+    for _ in range(9):
+        one.generate([1, 2, 3])
+        one.drafter.on_checked(one.follower, 2)
+    assert not one.follower.is_cold
 
 
 def test_drafter_large_steps_cost_more_drafts_fewer_tokens():
