@@ -15,7 +15,7 @@ from eagleray.scheduler.token_index import IndexedSequence, Place
 FORGET_ACCEPTED = 0.95
 """Factor of the accepted tokens of a request for each further token."""
 
-FIRST_ACCEPTED = 5.0
+FIRST_ACCEPTED = 3.0
 """Number of accepted tokens that a request begins with."""
 
 

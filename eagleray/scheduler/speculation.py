@@ -32,7 +32,7 @@ LEAST_PROMPT_TOKENS = 64
 MARGIN_BESIDE_PROMPT = 1.25
 """Time that a drafted token has to save in such a step, in units of the time that it takes."""
 
-LEAST_ACCEPTED, MOST_LEAST_ACCEPTED = 1.0, 4.0
+LEAST_ACCEPTED, MOST_LEAST_ACCEPTED = 1.0, 2.0
 """Accepted tokens, see `Follower.num_accepted`, below which a request becomes cold, alone and in a large step."""
 
 COLD_TOKENS = 8

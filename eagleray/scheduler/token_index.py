@@ -24,7 +24,7 @@ IntArray = npt.NDArray[np.int64]
 NUM_BUCKETS = 2**17
 _ENTRY_BITS = 3
 ENTRIES_OF_BUCKET = 1 << _ENTRY_BITS
-"""8 MiB of entries, of which only the pages that are written take memory."""
+"""8 MiB of entries."""
 
 LEAST_AT_ONCE = 24
 """Number of tokens from which numpy is faster than a loop."""
@@ -69,8 +69,8 @@ class TokenIndex:
         self._max_match = max_match
         self._shift = 65 - num_buckets.bit_length()
         assert num_buckets & (num_buckets - 1) == 0, "the number of buckets is a power of two"
-        # 0: no entry. A memoryview is read faster than an array of numpy, which takes memory only where it is written.
-        self._array = np.zeros(num_buckets * ENTRIES_OF_BUCKET, dtype=np.int64)
+        # 0: no entry. All pages are written now, because a step would wait for each. A memoryview is read faster.
+        self._array = np.full(num_buckets * ENTRIES_OF_BUCKET, 0, dtype=np.int64)
         self._entries = self._array.data
         self._sequences: dict[int, IndexedSequence] = {}
         self._num_added = 0
