@@ -1,21 +1,20 @@
 """Time of requests with and without speculative decoding, in turn on engines with the same weights.
 
 python benchmarks/speculation.py [--model dense-0.6b] [--workload copy text …] [--rounds 3]
-                                 [--tokens 128] [--threads N] [--executor processes] [--cpu-time]
+                                 [--tokens 128] [--threads N] [--executor processes]
 
 Weights are random, and the texts are forced upon the model (`trace_decode_token_ids`), so that the cost of a step is
 that of a model of this size, and the text is one that a useful model writes: `copy` edits sources of the prompt,
 `samples` are drawn by the embedded demo model for one prompt, in groups one after another, with an entropy of 3 nats
 for each token, and `likely` too, at temperature 0.5, with 1.1 nats, which is nearer to that of large models; `repeat`
 writes the answers of the group before once more; `text` is prose, and `random` never repeats itself. Every round has
-other texts. The prompts are in the prefix cache, so that decoding is measured. On a machine that others use,
-`--cpu-time` counts the time of the processors instead: that of all processes, with one thread in each engine.
+other texts. The prompts are in the prefix cache, so that decoding is measured. On a machine that others use, times say
+little: `drafting.py` runs the scheduler alone, with given times of steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import sys
@@ -143,18 +142,7 @@ WORKLOADS: dict[str, tuple[Callable[[Texts, random.Random, int], list[Group]], t
 """Workloads, and the numbers of requests at the same time."""
 
 
-def cpu_seconds() -> float:
-    """Return the time that processors have computed for this process and its descendants so far."""
-    nanoseconds = 0
-    pids = [os.getpid()]
-    while pids:
-        for task in Path(f"/proc/{pids.pop()}/task").iterdir():
-            nanoseconds += int((task / "schedstat").read_text().split()[0])
-            pids += map(int, (task / "children").read_text().split())
-    return nanoseconds / 1e9
-
-
-def run(llm: LLM, groups: list[Group], clock: Callable[[], float]) -> float:
+def run(llm: LLM, groups: list[Group]) -> float:
     """Return the seconds for all groups, one after another, without those for the prompts."""
     seconds = 0.0
     for group in groups:
@@ -166,9 +154,9 @@ def run(llm: LLM, groups: list[Group], clock: Callable[[], float]) -> float:
             )
             for case in group
         ]
-        began = clock()
+        began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds += clock() - began
+        seconds += time.perf_counter() - began
         for case, output in zip(group, outputs, strict=True):
             assert list(output.outputs[0].token_ids) == case.output
     return seconds
@@ -183,21 +171,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--executor", default="auto")
-    parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "eagleray-shapes")
     arguments = parser.parse_args()
     checkpoint = make(arguments.model, arguments.directory)
     options = {
         "max_model_len": 2048,
         "kv_cache_memory": "1GiB",
-        "num_threads": 1 if arguments.cpu_time else arguments.threads,
+        "num_threads": arguments.threads,
         "executor": arguments.executor,
         "log_level": "error",
     }
     texts = Texts(arguments.tokens, min(8000, SHAPES[arguments.model]["vocab_size"]))
     methods = ["off", *arguments.method]
     llms = {name: LLM(str(checkpoint), speculative_config=METHODS[name], **options) for name in methods}
-    clock = cpu_seconds if arguments.cpu_time else time.perf_counter
     print(
         f"{arguments.model}: ms per token of each request, median of {arguments.rounds} rounds; speed-up by the medians"
     )
@@ -206,26 +192,20 @@ def main() -> None:
             make_groups, counts = WORKLOADS[workload]
             for count in counts:
                 name = f"{workload} x {count}"
-                measure(llms, arguments.rounds, name, lambda c: make_groups(texts, c, count), clock)  # noqa: B023
+                measure(llms, arguments.rounds, name, lambda c: make_groups(texts, c, count))  # noqa: B023
     finally:
         texts.close()
         for llm in llms.values():
             llm.close()
 
 
-def measure(
-    llms: dict[str, LLM],
-    rounds: int,
-    name: str,
-    groups_of: Callable[[random.Random], list[Group]],
-    clock: Callable[[], float],
-) -> None:
+def measure(llms: dict[str, LLM], rounds: int, name: str, groups_of: Callable[[random.Random], list[Group]]) -> None:
     """Print the figures of one workload."""
     seconds: dict[str, list[float]] = {method: [] for method in llms}
     for method in AlternatingRuns(count=rounds).order(list(llms)):
         groups = groups_of(random.Random(f"{name} {len(seconds[method])}"))
         num_tokens = sum(len(group[0].output) for group in groups)
-        seconds[method].append(run(llms[method], groups, clock) / num_tokens)
+        seconds[method].append(run(llms[method], groups) / num_tokens)
     off = seconds["off"]
     figures = []
     for method, times in seconds.items():
