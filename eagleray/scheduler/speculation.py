@@ -32,8 +32,12 @@ LEAST_PROMPT_TOKENS = 64
 MARGIN_BESIDE_PROMPT = 1.25
 """Time that a drafted token has to save in such a step, in units of the time that it takes."""
 
-LEAST_ACCEPTED, MOST_LEAST_ACCEPTED = 1.0, 2.0
-"""Accepted tokens, see `Follower.num_accepted`, below which a request becomes cold, alone and in a large step."""
+SECONDS_OF_TOKEN = 20e-6
+"""Time that the predictions after a token of a request take the scheduler, in a process that computes a model too. A
+request becomes cold when its drafts save less."""
+
+MOST_LEAST_ACCEPTED = 2.0
+"""No request becomes cold with more accepted tokens, see `Follower.num_accepted`."""
 
 COLD_TOKENS = 8
 """The last tokens of a cold request are looked up once in so many tokens."""
@@ -74,7 +78,7 @@ class Drafter:
         self.acceptance = Acceptance()
         self._costs: dict[int, StepCosts] = {}
         """Times of steps by the number of bits of their number of rows."""
-        self._least_accepted = LEAST_ACCEPTED
+        self._least_accepted = 0.0
         self._prompt_token_seconds = 0.0
 
     def begin(self, request: Request) -> Follower:
@@ -142,9 +146,10 @@ class Drafter:
 
     def on_step(self, *, num_rows: int, num_drafts: int, num_accepted: int, seconds: float, num_steps: int = 1) -> None:
         """Count a step that computed one token of each of its rows, and drafts. It stands for `num_steps` like it."""
-        self._least_accepted = min(MOST_LEAST_ACCEPTED, LEAST_ACCEPTED * (1 + num_rows / 4))
         costs = self.costs(num_rows)
         costs.add(num_rows + num_drafts, seconds)
+        least_rate = SECONDS_OF_TOKEN * num_rows / costs.seconds(num_rows)
+        self._least_accepted = min(MOST_LEAST_ACCEPTED, least_rate / (1 - FORGET_ACCEPTED))
         costs.settle(num_rows=num_rows, num_drafts=num_drafts, num_accepted=num_accepted, num_steps=num_steps)
 
     def on_prompt_step(self, *, num_tokens: int, seconds: float) -> None:
