@@ -150,7 +150,13 @@ class Drafter:
         costs.add(num_rows + num_drafts, seconds)
         least_rate = SECONDS_OF_TOKEN * num_rows / costs.seconds(num_rows)
         self._least_accepted = min(MOST_LEAST_ACCEPTED, least_rate / (1 - FORGET_ACCEPTED))
-        costs.settle(num_rows=num_rows, num_drafts=num_drafts, num_accepted=num_accepted, num_steps=num_steps)
+        costs.settle(
+            num_rows=num_rows,
+            num_drafts=num_drafts,
+            num_accepted=num_accepted,
+            seconds=seconds,
+            num_steps=num_steps,
+        )
 
     def on_prompt_step(self, *, num_tokens: int, seconds: float) -> None:
         """Count a step that computed a part of a prompt."""

@@ -13,16 +13,20 @@ from bisect import bisect_left
 LARGEST_OF_CLASS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 """Largest number of tokens of each class but the last."""
 
-NEWEST = 0.1
+NEWEST = 0.05
 """Least weight of the newest step in the mean of its class."""
 
-MAX_EXCESS = 1.5
-"""A step counts at most this many times as long as expected, because something else was delayed."""
+EXPECTED_COUNT = 1
+"""Number of steps as which the expected time counts in the mean of a class, so that a delayed one is not all of it."""
+
+MAX_EXCESS = 4.0
+"""A step counts at most this many times as long as expected, because something else was delayed. On a machine that
+others use larger steps, of more threads, are delayed more often, so it is not close to 1."""
 
 FORGET = 0.9998
 """Factor of the time of a class for each step that is not of it, so that a class is tried again in the end."""
 
-FURTHER_TOKEN = 0.25
+FURTHER_TOKEN = 0.5
 """Time of a further token beyond all classes that were measured, in units of the time per token of the last one. It is
 low, so that larger steps are tried."""
 
@@ -35,7 +39,7 @@ INCOME = 0.005
 FIRST_BALANCE, MOST_BALANCE, LEAST_BALANCE = 0.5, 1.0, -1.0
 """Limits of the balance, in times of a step without drafts."""
 
-LEAST_GAIN, LEAST_GAIN_IN_DEBT = 0.03, 0.2
+LEAST_GAIN, LEAST_GAIN_IN_DEBT = 0.05, 0.2
 """Expected gain in speed below which nothing is drafted, and that while drafts have lost more than they may."""
 
 
@@ -56,22 +60,23 @@ class StepCosts:
         """Count a step."""
         self._num_steps += 1
         index = bisect_left(LARGEST_OF_CLASS, num_tokens)
-        if self._points:
-            seconds = min(seconds, MAX_EXCESS * self.seconds(num_tokens))
         count = self._counts[index] = self._counts.get(index, 0) + 1
-        tokens, mean = self._means.get(index, (num_tokens, seconds))
-        weight = max(NEWEST, 1 / count)
+        expected = self.seconds(num_tokens) if self._points else seconds
+        seconds = min(seconds, MAX_EXCESS * expected)
+        tokens, mean = self._means.get(index, (num_tokens, expected))
+        weight = max(NEWEST, 1 / (count + EXPECTED_COUNT))
         self._means[index] = tokens + weight * (num_tokens - tokens), mean + weight * (seconds - mean)
         self._last_step[index] = self._num_steps
         if count < REFRESH_STEPS or self._num_steps % REFRESH_STEPS == 0:
             self._points = self._rising_points()
 
-    def settle(self, *, num_rows: int, num_drafts: int, num_accepted: int, num_steps: int = 1) -> None:
-        """Add to the balance what the drafts of a step have gained or lost by the expected times of steps. It stands
-        for `num_steps` steps."""
+    def settle(self, *, num_rows: int, num_drafts: int, num_accepted: int, seconds: float, num_steps: int = 1) -> None:
+        """Add to the balance what the drafts of a step have gained or lost, by its time and that expected without them.
+        It stands for `num_steps` steps."""
         gain = INCOME * num_steps
         if num_drafts:
-            gain += num_accepted / num_rows - self.seconds(num_rows + num_drafts) / self.seconds(num_rows) + 1
+            seconds = min(seconds, MAX_EXCESS * self.seconds(num_rows + num_drafts))
+            gain += num_accepted / num_rows - seconds / self.seconds(num_rows) + 1
         self.balance = min(MOST_BALANCE, max(LEAST_BALANCE, self.balance + gain))
 
     @property

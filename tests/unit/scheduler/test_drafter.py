@@ -111,7 +111,7 @@ def test_drafter_large_steps_cost_more_drafts_fewer_tokens():
             one.drafter.costs(num_rows).add(num_tokens, max(0.04, 0.005 * num_tokens))
     candidates = [Candidate(one.follower, 4)] * 2
     choose = one.drafter.choose
-    assert choose(candidates, num_tokens=2, num_rows=2, room=99) == [[1, 2, 3], [1, 2, 3]]
+    assert choose(candidates, num_tokens=2, num_rows=2, room=99) == [[1, 2, 3, 4], [1, 2, 3, 4]]
     assert sum(map(len, choose(candidates, num_tokens=2, num_rows=2, room=3))) == 3
     assert choose(candidates, num_tokens=20, num_rows=20, room=99) == [[], []], "18 requests would wait for 2"
 
