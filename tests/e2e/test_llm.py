@@ -320,13 +320,23 @@ def test_generate_killed_process_keeps_outputs(checkpoint, undisturbed, kind):
         assert token_ids(llm) == undisturbed
 
 
-LOGPROBS = SamplingParams(temperature=0.3, seed=5, n=3, max_tokens=200, ignore_eos=True, logprobs=1)
+REPETITIVE = SamplingParams(
+    temperature=0.05,
+    seed=5,
+    n=3,
+    max_tokens=200,
+    ignore_eos=True,
+    logprobs=1,
+    logit_bias=dict.fromkeys(range(7, 10), 9.0),
+)
+"""The biases let outputs repeat themselves and each other, so that three quarters of the tokens are drafted."""
+
 SPECULATION = {"method": "suffix", "suffix_decoding_max_spec_factor": 4}
 
 
 def samples(llm: LLM) -> list[tuple[list[int], list[float]]]:
     """Return tokens and their log-probabilities."""
-    outputs = [one for output in llm.generate(PROMPTS[:6], LOGPROBS, use_tqdm=False) for one in output.outputs]
+    outputs = [one for output in llm.generate(PROMPTS[:6], REPETITIVE, use_tqdm=False) for one in output.outputs]
     return [
         (one.token_ids, [at[token].logprob for token, at in zip(one.token_ids, one.logprobs, strict=True)])
         for one in outputs
