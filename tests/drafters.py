@@ -23,12 +23,15 @@ class RecordedDrafter(Drafter):
         self._outputs = outputs
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[Follower, Request] = {}
 
     def begin(self, request: Request) -> Follower:
         follower = super().begin(request)
-        self._requests[follower.number] = request
+        self._requests[follower] = request
         return follower
+
+    def is_predicted(self, follower: Follower) -> bool:
+        return True
 
     def choose(self, candidates: Sequence[Candidate], *, num_tokens: int, num_rows: int, room: int) -> list[list[int]]:
         chosen: list[list[int]] = []
@@ -38,12 +41,12 @@ class RecordedDrafter(Drafter):
         return chosen
 
     def _draft(self, candidate: Candidate, limit: int) -> list[int]:
-        request, choose = self._requests[candidate.follower.number], self._random
-        first = len(candidate.token_ids) - request.num_prompt_tokens
+        request, choose = self._requests[candidate.follower], self._random
+        first = len(request.token_ids) - request.num_prompt_tokens
         count, num_right = max(0, min(limit, choose.randint(0, MAX_DRAFT))), choose.randint(0, MAX_DRAFT)
         recorded = self._outputs.get(request.request_id, ())
         drafted = list(recorded[first : first + min(count, num_right)])
         return drafted + [choose.randrange(self._vocab_size) for _ in range(count - len(drafted))]
 
-    def gain_of_waiting(self, followers: Sequence[Follower], *, num_rows: int) -> float:
+    def gain_of_waiting(self, candidates: Sequence[Candidate], *, num_rows: int) -> float:
         return self._random.choice([0.0, 1.0])

@@ -291,8 +291,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         dict[str, Any],
         Meta(
             description='Drafts of tokens that a step checks together, as JSON: {"method": "ngram", '
-            '"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}. Tokens and '
-            "log-probabilities are the same with and without. See docs/speculation.md."
+            '"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}, or {"method": "suffix"} '
+            "to find them in the outputs of all requests. Tokens and log-probabilities are the same with and "
+            "without. See docs/speculation.md."
         ),
     ] = {}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -11,7 +12,9 @@ from eagleray.config.sections import Config
 from eagleray.config.suggestions import suggest
 from eagleray.errors import ConfigError
 
-METHODS = ("ngram",)
+Value = TypeVar("Value", int, float)
+
+METHODS = ("ngram", "suffix")
 
 DEFAULT_LOOKUP = 5
 """Tokens of an n-gram that is looked up, where neither `prompt_lookup_min` nor `prompt_lookup_max` is given."""
@@ -20,15 +23,26 @@ MAX_DRAFT_TOKENS = 64
 """Most tokens that are drafted in one step, of all requests together. It bounds the memory for their logits."""
 
 
+DEFAULT_TREE_DEPTH, DEFAULT_CACHED_REQUESTS, DEFAULT_SPEC_FACTOR, DEFAULT_TOKEN_PROB = 24, 10_000, 1.0, 0.1
+
+
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """Values of `speculative_config`, with those that were left out."""
 
-    method: Literal["ngram"]
+    method: Literal["ngram", "suffix"]
     num_speculative_tokens: int
     """Most tokens that are drafted for a request in one step."""
-    prompt_lookup_min: int
-    prompt_lookup_max: int
+    prompt_lookup_min: int = DEFAULT_LOOKUP
+    prompt_lookup_max: int = DEFAULT_LOOKUP
     """Least and most last tokens of a request that are looked up among its tokens before."""
+    suffix_decoding_max_tree_depth: int = DEFAULT_TREE_DEPTH
+    """Most last tokens of a request that are compared with those before a place."""
+    suffix_decoding_max_cached_requests: int = DEFAULT_CACHED_REQUESTS
+    """Number of finished requests whose tokens other requests find."""
+    suffix_decoding_max_spec_factor: float = MAX_DRAFT_TOKENS
+    """Most tokens of a draft for each token that is equal before the place that it is taken from."""
+    suffix_decoding_min_token_prob: float = 0.0
+    """Least share of the places with the same tokens before at which a drafted token and all before it follow."""
 
 
 class _Given(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +52,10 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
 
 
 def speculation(options: Mapping[str, Any]) -> Speculation | None:
@@ -58,23 +76,62 @@ def speculation(options: Mapping[str, Any]) -> Speculation | None:
     if given.method not in METHODS:
         what = "missing" if given.method is None else f"{given.method!r}, which is not supported"
         raise _error(f"`method` is {what}; it must be {' or '.join(METHODS)}")
-    num_tokens = given.num_speculative_tokens
-    if num_tokens is None or not 1 <= num_tokens <= MAX_DRAFT_TOKENS:
-        raise _error(f"`num_speculative_tokens` must be a number from 1 to {MAX_DRAFT_TOKENS}, but it is {num_tokens}")
+    other = "suffix_decoding_" if given.method == "ngram" else "prompt_lookup_"
+    for name in options:
+        if name.startswith(other):
+            raise _error(f"`{name}` is no field of the method {given.method}")
+    return _ngram(given) if given.method == "ngram" else _suffix(given)
+
+
+def check_speculation(config: Config) -> None:
+    """Raise `ConfigError` for a wrong `speculative_config`."""
+    speculation(config.scheduling.speculative_config)
+
+
+def _ngram(given: _Given) -> Speculation:
     least, most = given.prompt_lookup_min, given.prompt_lookup_max
     least, most = least or most or DEFAULT_LOOKUP, most or least or DEFAULT_LOOKUP
     if not 1 <= least <= most:
         raise _error(
             f"`prompt_lookup_min` must be at least 1 and at most `prompt_lookup_max`, but they are {least} and {most}"
         )
+    num_tokens = _num_tokens(given.num_speculative_tokens)
     return Speculation(
         method="ngram", num_speculative_tokens=num_tokens, prompt_lookup_min=least, prompt_lookup_max=most
     )
 
 
-def check_speculation(config: Config) -> None:
-    """Raise `ConfigError` for a wrong `speculative_config`."""
-    speculation(config.scheduling.speculative_config)
+def _suffix(given: _Given) -> Speculation:
+    depth = _or(given.suffix_decoding_max_tree_depth, DEFAULT_TREE_DEPTH)
+    num_cached = _or(given.suffix_decoding_max_cached_requests, DEFAULT_CACHED_REQUESTS)
+    factor = _or(given.suffix_decoding_max_spec_factor, DEFAULT_SPEC_FACTOR)
+    share = _or(given.suffix_decoding_min_token_prob, DEFAULT_TOKEN_PROB)
+    if depth < 1:
+        raise _error(f"`suffix_decoding_max_tree_depth` must be at least 1, but it is {depth}")
+    if num_cached < 0:
+        raise _error(f"`suffix_decoding_max_cached_requests` must be at least 0, but it is {num_cached}")
+    if not 0 <= factor < math.inf:
+        raise _error(f"`suffix_decoding_max_spec_factor` must be a number from 0, but it is {factor}")
+    if not 0 <= share <= 1:
+        raise _error(f"`suffix_decoding_min_token_prob` must be a number from 0 to 1, but it is {share}")
+    return Speculation(
+        method="suffix",
+        num_speculative_tokens=_num_tokens(_or(given.num_speculative_tokens, min(depth, MAX_DRAFT_TOKENS))),
+        suffix_decoding_max_tree_depth=depth,
+        suffix_decoding_max_cached_requests=num_cached,
+        suffix_decoding_max_spec_factor=factor,
+        suffix_decoding_min_token_prob=share,
+    )
+
+
+def _num_tokens(given: int | None) -> int:
+    if given is None or not 1 <= given <= MAX_DRAFT_TOKENS:
+        raise _error(f"`num_speculative_tokens` must be a number from 1 to {MAX_DRAFT_TOKENS}, but it is {given}")
+    return given
+
+
+def _or(given: Value | None, default: Value) -> Value:
+    return default if given is None else given
 
 
 def _error(reason: str) -> ConfigError:

@@ -40,6 +40,8 @@ class AwaitedStep(NamedTuple):
     plan: StepPlan
     seconds: float
     sent_at: float = 0.0
+    begins_at_result: bool = False
+    """Whether its time includes that since the result before, because it was not planned ahead for the tokens of it."""
 
 
 class Pipeline:
@@ -58,6 +60,8 @@ class Pipeline:
         self._done_at = 0.0
         self.step_seconds = 0.0
         """Time of the last step whose result was received: since it was sent, or since the result before it."""
+        self.awaits_tokens = False
+        """Whether the next step was not planned ahead, because it needs the tokens of those in flight."""
         self.awaited: AwaitedStep | None = None
         """Step that the engine's thread waits for right now; the watchdog reads it from another thread."""
 
@@ -75,7 +79,8 @@ class Pipeline:
 
     def send(self, plan: StepPlan) -> None:
         """Send a step to the workers. A worker in this process computes it here."""
-        self.awaited = step = AwaitedStep(plan, self._seconds(plan), time.monotonic())
+        self.awaited = step = AwaitedStep(plan, self._seconds(plan), time.monotonic(), self.awaits_tokens)
+        self.awaits_tokens = False
         try:
             self._steps.append((step, self._executor.step(plan, seconds=step.seconds)))
         finally:
@@ -84,7 +89,7 @@ class Pipeline:
     def oldest(self) -> StepResult:
         """Wait for the result of the step that was sent first. Raises as `PendingStep.result` does."""
         self.awaited, pending = self._steps.popleft()
-        started_at = max(self.awaited.sent_at, self._done_at)
+        started_at = self._done_at if self.awaited.begins_at_result else max(self.awaited.sent_at, self._done_at)
         try:
             return pending.result()
         finally:
@@ -95,6 +100,7 @@ class Pipeline:
     def drop(self) -> None:
         """Stop waiting for the steps in flight."""
         self._steps.clear()
+        self.awaits_tokens = False
 
     def _seconds(self, plan: StepPlan) -> float:
         num_tokens = max(plan.total_num_tokens, self._least_tokens)
@@ -189,9 +195,12 @@ class EngineCore:
     def _plan(self) -> StepPlan | None:
         """Plan the next step, if there is one and it need not wait for tokens. During a wave there always is one."""
         if self.scheduler.waits_for_tokens:
+            self._pipeline.awaits_tokens = True
             return None
         if self.waves is None:
-            return self.scheduler.plan()
+            plan = self.scheduler.plan()
+            self._pipeline.awaits_tokens &= plan is not None
+            return plan
         if not self.waves.may_send:
             return None
         self.waves.on_sent()

@@ -46,6 +46,10 @@ LEAST_GAIN_OF_TURN = 0.5
 """Gain in speed by a draft for which a run gives up its turn in the pipeline, until its last token is known."""
 
 
+COUNTED_STEPS = 4
+"""The time of one step in so many is counted where none has drafts, since drafts cost other steps nothing then."""
+
+
 class Scheduler:
     """Continuous batching over one token budget: running requests come first, then waiting ones are admitted.
 
@@ -304,14 +308,14 @@ class Scheduler:
             return False
         if any(run.num_drafts for run in self._running):
             return True  # a step would go without these runs
-        followers = [
-            run.request.follower
+        candidates = [
+            candidate
             for run in self._running
-            if run.num_placeholders and run.request.follower is not None and run.request.follower.source is not None
+            if run.num_placeholders and (candidate := self._candidate(run, self._drafter)) is not None
         ]
-        if not followers:
+        if not candidates:
             return False
-        return self._drafter.gain_of_waiting(followers, num_rows=len(self._running)) > LEAST_GAIN_OF_WAITING
+        return self._drafter.gain_of_waiting(candidates, num_rows=len(self._running)) > LEAST_GAIN_OF_WAITING
 
     def plan(self) -> StepPlan | None:
         """Plan the next step. Returns None if nothing can be computed before a step in flight is applied, or planning
@@ -351,12 +355,13 @@ class Scheduler:
         self._counters.num_steps += 1
         self._histograms.on_step(flight.num_tokens)
         self._histograms.on_masks(result.mask_seconds)
-        if self._drafter is not None and seconds is not None and flight.num_tokens:
-            self._drafter.costs.add(flight.num_tokens, seconds)
         sampled = {
             row: [token_id, *result.checked_token_ids.get(row, ())]
             for row, token_id in zip(result.rows, result.token_ids, strict=True)
         }
+        is_counted = flight.drafts or flight.step % COUNTED_STEPS == 0
+        if self._drafter is not None and seconds is not None and is_counted:
+            self._count_step(self._drafter, flight, sampled, seconds)
         failures = {failure.row: failure for failure in result.failures}
         ended = set(result.ended)
         deltas = self._store_routed_experts(flight, sampled, result)
@@ -412,7 +417,7 @@ class Scheduler:
                 break
             num_tokens = min(run.num_uncomputed_tokens, draft.budget)
             if num_tokens > 0 and run.is_current:
-                drafted = drafts.get(run, [])
+                drafted = drafts.get(run, [])[: draft.budget - num_tokens]
                 if drafted and not self._extend_for(run, drafted, draft):
                     drafted = []
                 if self._reserve(run, num_tokens, draft):
@@ -426,29 +431,37 @@ class Scheduler:
         """Whether no step may compute the run before one in flight is applied, or before the pipeline has its token."""
         if run.num_drafts or self._is_between_stages(run):
             return True
-        follower = run.request.follower
-        if self._drafter is None or self._num_stages == 1 or not run.num_placeholders or follower is None:
+        if self._drafter is None or self._num_stages == 1 or not run.num_placeholders:
             return False
-        return self._drafter.gain_of_waiting([follower], num_rows=1) > LEAST_GAIN_OF_TURN
+        candidate = self._candidate(run, self._drafter)
+        return candidate is not None and self._drafter.gain_of_waiting([candidate], num_rows=1) > LEAST_GAIN_OF_TURN
 
     def _choose_drafts(self, runs: Sequence[Run], budget: int, drafter: Drafter) -> dict[Run, list[int]]:
         """Return the drafts to compute behind the last tokens of some of these runs: those whose last token is known
-        and the only one to compute."""
-        num_tokens = sum(run.num_uncomputed_tokens for run in runs)
-        room = min(MAX_DRAFT_TOKENS, budget - num_tokens)
+        and the only one to compute. They leave room for a token of each run."""
         candidates = {}
         for run in runs:
-            request = run.request
-            if request.follower is None or run.num_placeholders or run.num_uncomputed_tokens != 1:
-                continue
-            # A step samples one token more than it accepts.
-            limit = min(room, request.max_num_tokens - len(request.token_ids) - 1)
-            if limit > 0:
-                candidates[run] = Candidate(request.follower, request.token_ids, limit)
+            if not run.num_placeholders and run.num_uncomputed_tokens == 1:
+                candidate = self._candidate(run, drafter)
+                if candidate is not None:
+                    candidates[run] = candidate
         if not candidates:
+            return {}
+        num_tokens = sum(run.num_uncomputed_tokens for run in runs)
+        room = min(MAX_DRAFT_TOKENS, budget - len(runs))  # drafts may shorten the part of a prompt
+        if room <= 0:
             return {}
         chosen = drafter.choose(list(candidates.values()), num_tokens=num_tokens, num_rows=len(runs), room=room)
         return {run: drafted for run, drafted in zip(candidates, chosen, strict=True) if drafted}
+
+    def _candidate(self, run: Run, drafter: Drafter) -> Candidate | None:
+        """Return the request of a run if tokens may be drafted for it."""
+        request = run.request
+        if request.follower is None or not drafter.is_predicted(request.follower):
+            return None
+        # A step samples one token more than it accepts.
+        limit = request.max_num_tokens - len(request.token_ids) - 1
+        return Candidate(request.follower, limit) if limit > 0 else None
 
     def _extend_for(self, run: Run, drafted: list[int], draft: StepDraft) -> bool:
         """Extend the block table of a run for its drafts, unless too few blocks are free."""
@@ -593,7 +606,7 @@ class Scheduler:
         if not token_ids:
             return request.make_chunk(prompt_logprobs=prompt_logprobs, routed_experts=routed)
         if run.num_drafts:
-            self._count_draft(run.num_drafts, num_accepted=len(token_ids) - 1)
+            self._count_draft(run, num_accepted=len(token_ids) - 1)
         run.settle(token_ids)
         num_tokens, finish = request.find_finish(token_ids)
         token_ids = token_ids[:num_tokens]
@@ -633,19 +646,38 @@ class Scheduler:
             request.follower = self._drafter.begin(request)
         for token_id in token_ids:
             request.token_ids.append(token_id)
-            self._drafter.on_token(request.follower, request.token_ids)
+            self._drafter.on_token(request.follower)
 
     def _index_prompt(self, request: Request, drafter: Drafter) -> None:
         """Index a part of a prompt while it is being computed."""
         if request.follower is None:
             request.follower = drafter.begin(request)
-        drafter.index_tokens(request.follower, request.token_ids)
+        drafter.index_tokens(request.follower)
 
-    def _count_draft(self, num_drafted: int, *, num_accepted: int) -> None:
-        assert self._drafter is not None
-        self._drafter.on_checked(num_accepted)
+    def _count_step(
+        self, drafter: Drafter, flight: InFlightStep, sampled: Mapping[int, list[int]], seconds: float
+    ) -> None:
+        """Count the time of a step, and what was gained by its drafts."""
+        num_rows, num_tokens = len(flight.runs), flight.num_tokens
+        num_drafts = sum(map(len, flight.drafts.values()))
+        if num_tokens - num_drafts > num_rows:
+            drafter.on_prompt_step(num_tokens=num_tokens, seconds=seconds)
+        elif num_rows:
+            num_accepted = sum(max(0, len(sampled.get(run.row, ())) - 1) for run in flight.drafts)
+            num_steps = 1 if num_drafts else COUNTED_STEPS
+            drafter.on_step(
+                num_rows=num_rows,
+                num_drafts=num_drafts,
+                num_accepted=num_accepted,
+                seconds=seconds,
+                num_steps=num_steps,
+            )
+
+    def _count_draft(self, run: Run, *, num_accepted: int) -> None:
+        assert self._drafter is not None and run.request.follower is not None
+        self._drafter.on_checked(run.request.follower, num_accepted)
         self._counters.num_drafts += 1
-        self._counters.num_draft_tokens += num_drafted
+        self._counters.num_draft_tokens += run.num_drafts
         self._counters.num_accepted_tokens += num_accepted
 
     def _deliver_pooled(self, run: Run, vector: Array, weight_version: str) -> AddressedChunk:

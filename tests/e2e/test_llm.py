@@ -320,6 +320,47 @@ def test_generate_killed_process_keeps_outputs(checkpoint, undisturbed, kind):
         assert token_ids(llm) == undisturbed
 
 
+REPETITIVE = SamplingParams(
+    temperature=0.05,
+    seed=5,
+    n=3,
+    max_tokens=200,
+    ignore_eos=True,
+    logprobs=1,
+    logit_bias=dict.fromkeys(range(7, 10), 9.0),
+)
+"""The biases let outputs repeat themselves and each other, so that three quarters of the tokens are drafted."""
+
+SPECULATION = {"method": "suffix", "suffix_decoding_max_spec_factor": 4}
+
+
+def samples(llm: LLM) -> list[tuple[list[int], list[float]]]:
+    """Return tokens and their log-probabilities."""
+    outputs = [one for output in llm.generate(PROMPTS[:6], REPETITIVE, use_tqdm=False) for one in output.outputs]
+    return [
+        (one.token_ids, [at[token].logprob for token, at in zip(one.token_ids, one.logprobs, strict=True)])
+        for one in outputs
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["in-process", "processes"])
+def test_generate_with_drafts_killed_engine_keeps_outputs(checkpoint, llm, executor):
+    expected = samples(llm)
+    options = OPTIONS | {"executor": executor, "data_parallel_size": 2, "speculative_config": SPECULATION}
+    with LLM(str(checkpoint), **options) as drafting, ThreadPoolExecutor(1) as pool:
+        assert samples(drafting) == expected
+        engine = child_of_ours("engine-0")
+        before = cpu_seconds(engine)
+        answer = pool.submit(samples, drafting)
+        while cpu_seconds(engine) < before + 0.05:  # until the engine computes
+            assert not answer.done()
+        os.kill(engine, signal.SIGKILL)
+        assert answer.result(SECONDS) == expected
+        child_of_ours("engine-0.1")
+        assert samples(drafting) == expected
+
+
 PROBE = """
 import os
 class Probe:

@@ -28,7 +28,7 @@ def test_speculation_lookup_limits_default_as_in_vllm(given, expected):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"num_speculative_tokens": 5}, "`method` is missing; it must be ngram"),
+        ({"num_speculative_tokens": 5}, "`method` is missing; it must be ngram or suffix"),
         ({"method": "eagle3", "num_speculative_tokens": 5}, "`method` is 'eagle3', which is not supported"),
         ({"method": "ngram"}, "`num_speculative_tokens` must be a number from 1 to 64, but it is None"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "must be a number from 1 to 64"),
@@ -39,12 +39,36 @@ def test_speculation_lookup_limits_default_as_in_vllm(given, expected):
             "at most `prompt_lookup_max`, but they are 3 and 2",
         ),
         ({"method": "ngram", "num_speculative_tokens": "x"}, "option `speculative_config`: "),
+        ({"method": "suffix", "num_speculative_tokens": 65}, "must be a number from 1 to 64, but it is 65"),
+        ({"method": "suffix", "prompt_lookup_max": 4}, "`prompt_lookup_max` is no field of the method suffix"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 5, "suffix_decoding_max_tree_depth": 9},
+            "`suffix_decoding_max_tree_depth` is no field of the method ngram",
+        ),
+        (
+            {"method": "suffix", "suffix_decoding_max_depth": 9},
+            "no field `suffix_decoding_max_depth`; did you mean `suffix_decoding_max_tree_depth`?",
+        ),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, "must be at least 1, but it is 0"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "must be at least 0, but it is -1"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": -1}, "must be a number from 0, but it is -1"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "must be a number from 0 to 1, but it is 2"),
     ],
 )
 def test_speculation_wrong_fields_are_refused(given, reason):
     with pytest.raises(ConfigError) as error:
         build_config(speculative_config=given)
     assert reason in str(error.value)
+
+
+def test_speculation_suffix_fields_default_as_in_vllm():
+    options = speculation({"method": "suffix"})
+    assert options.num_speculative_tokens == options.suffix_decoding_max_tree_depth == 24
+    assert options.suffix_decoding_max_cached_requests == 10_000
+    assert (options.suffix_decoding_max_spec_factor, options.suffix_decoding_min_token_prob) == (1.0, 0.1)
+    given = {"suffix_decoding_max_tree_depth": 99, "suffix_decoding_max_cached_requests": "0"}
+    options = speculation({"method": "suffix", **given})
+    assert (options.num_speculative_tokens, options.suffix_decoding_max_cached_requests) == (64, 0)
 
 
 def test_speculation_flags_of_single_fields_are_one_option():

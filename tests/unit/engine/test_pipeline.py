@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from engine_fakes import CountingGroup
 
+from eagleray.engine import core
 from eagleray.engine.core import Pipeline
 from eagleray.errors import WorkerLost
 from eagleray.executor.executor import Executor
@@ -85,3 +86,18 @@ def test_pipeline_least_tokens_raises_the_limit():
     assert pipeline.seconds == 60.0 + 180.0 + 240.0
     pipeline.drop()
     assert (len(pipeline), pipeline.seconds) == (0, 60.0)
+
+
+def test_pipeline_step_that_awaited_tokens_its_time_begins_at_their_result(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(core.time, "monotonic", lambda: now)
+    pipeline = Pipeline(Executor(CountingGroup()), depth=2, watchdog_timeout=60.0)
+    seconds = []
+    for step, awaits_tokens in enumerate([False, True, False]):
+        pipeline.awaits_tokens = awaits_tokens
+        now += 1.0
+        pipeline.send(plan(step, 1))
+        now += 4.0
+        pipeline.oldest()
+        seconds.append(pipeline.step_seconds)
+    assert seconds == [4.0, 5.0, 4.0]

@@ -360,13 +360,13 @@ class RandomDrafter(Drafter):
 
     def begin(self, request):
         follower = super().begin(request)
-        self._seeds[follower.number] = request.sampling.seed
+        self._seeds[follower] = request.sampling.seed
         return follower
 
     def choose(self, candidates, *, num_tokens, num_rows, room):
         chosen = []
-        for follower, token_ids, limit in candidates:
-            chosen.append(self._draft(follower, token_ids, min(limit, room)))
+        for follower, limit in candidates:
+            chosen.append(self._draft(follower, follower.token_ids, min(limit, room)))
             room -= len(chosen[-1])
         return chosen
 
@@ -375,11 +375,14 @@ class RandomDrafter(Drafter):
         num_right, tokens = choose.randrange(5), list(token_ids)
         digests = []
         for number in range(min(choose.randrange(5), limit)):
-            digests = prefix_digests(tokens, seed=self._seeds[follower.number], known=digests)
+            digests = prefix_digests(tokens, seed=self._seeds[follower], known=digests)
             tokens.append(token_after(digests[-1]) if number < num_right else choose.randrange(VOCAB_SIZE))
         return tokens[len(token_ids) :]
 
-    def gain_of_waiting(self, followers, *, num_rows):
+    def is_predicted(self, follower):
+        return True
+
+    def gain_of_waiting(self, candidates, *, num_rows):
         return self._random.choice([0.0, 0.0, 1.0])
 
 
