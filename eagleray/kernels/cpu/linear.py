@@ -30,7 +30,7 @@ def threads_for(num_weights: int, num_bytes: int, num_rows: int, num_threads: in
 
 
 def weight_bits(dtype: torch.dtype, grouping: ctypes._Pointer[CStruct] | None) -> int:
-    """Return the bits of a packed number. `grouping`: the layout of a weight of few bits, or null for one of `dtype`."""
+    """Return the bits of a packed number. `grouping`: the layout of a weight of few bits, or null."""
     bits: int = grouping.contents.bits if grouping else 8 * dtype.itemsize
     return bits
 
