@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 
 from eagleray.errors import CheckpointError
-from eagleray.kernels.grouped import GROUP_SIZES, GroupedWeight
+from eagleray.kernels.grouped import GroupedWeight
 from eagleray.kernels.quantized import LoadedWeight
 from eagleray.models.checkpoint_files import DTYPE_NAMES, PACKED
 from eagleray.models.quantized_formats.stored_format import MatrixPart
-from eagleray.models.quantized_tensors import ITEMSIZES, QuantizedTensors, concatenate, decode, kept_weight
+from eagleray.models.quantized_tensors import (
+    ITEMSIZES,
+    QuantizedTensors,
+    columns_read_together,
+    concatenate,
+    decode,
+    kept_weight,
+)
 from eagleray.models.stored_weights import SCALES_SUFFIX, StoredWeights, WeightRules
 from eagleray.models.tensor_files import TensorFiles
 from eagleray.models.weights import Param
@@ -89,7 +96,7 @@ class CheckpointWeights(StoredWeights):
         whole = concatenate(loaded)
         if whole is not None and (kept := kept_weight(whole, self.rules.device)) is not None:
             return kept
-        self._warn_of_groups(parts[0], loaded[0].group_size)
+        self._warn_of_groups(parts[0], loaded[0])
         return torch.cat([part.dequantize(self.rules.dtype) for part in loaded]).to(self.rules.device)
 
     @property
@@ -106,7 +113,7 @@ class CheckpointWeights(StoredWeights):
         self._count_bytes(self._quantized.num_bytes(part))
         return weight
 
-    def _warn_of_groups(self, part: MatrixPart, size: int) -> None:
+    def _warn_of_groups(self, part: MatrixPart, weight: GroupedWeight) -> None:
         self._warn_once(
             "%s.weight and others are decoded, so they take more memory than in the checkpoint: this worker's columns "
             "%d to %d have groups of %d, and products read groups of a multiple of %d columns; a cut of the columns "
@@ -114,8 +121,8 @@ class CheckpointWeights(StoredWeights):
             part.module,
             part.columns.start,
             part.columns.stop - 1,
-            size,
-            min(GROUP_SIZES),
+            weight.group_size,
+            columns_read_together(weight.encoding),
         )
 
     def _are_scales(self, name: str, left: Set[str]) -> bool:

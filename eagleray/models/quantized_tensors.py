@@ -79,13 +79,20 @@ def concatenate(parts: Sequence[GroupedWeight]) -> GroupedWeight | None:
 
 
 def kept_weight(weight: GroupedWeight, device: torch.device) -> GroupedWeight | Fp8Weight | None:
-    """Return a weight for products that read it, or None if its groups are too small for them."""
-    size = weight.group_size
-    if weight.encoding is not Encoding.E4M3:
-        return weight if size % min(GROUP_SIZES) == 0 else None
-    if size % FP8_COLUMNS != 0 and size != weight.shape[1]:
+    """Return a weight for products that read it, or None if they cannot because of its groups."""
+    is_float = weight.encoding is Encoding.E4M3
+    is_whole_row = is_float and weight.group_size == weight.shape[1]
+    if not is_whole_row and weight.group_size % columns_read_together(weight.encoding) != 0:
         return None
-    return Fp8Weight(weight.codes.view(torch.float8_e4m3fn).to(device), weight.scales.to(device), (1, size))
+    if not is_float:
+        return weight
+    values = weight.codes.view(torch.float8_e4m3fn)
+    return Fp8Weight(values.to(device), weight.scales.to(device), (1, weight.group_size))
+
+
+def columns_read_together(encoding: Encoding) -> int:
+    """Return the number of columns of which groups must have a multiple, so that products can read them."""
+    return FP8_COLUMNS if encoding is Encoding.E4M3 else min(GROUP_SIZES)
 
 
 def decode(weight: GroupedWeight, out: Tensor) -> None:

@@ -13,7 +13,8 @@ WORD_BITS = 32
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return the unsigned integers of `bits` bits, 4 or 8, in words int32 [rows, columns] as uint8 [rows, columns *
     32 / bits]. The lowest bits of a word are the first integer."""
-    integers = words.contiguous().view(torch.uint8)
+    # not `contiguous`, which leaves empty tensors as they are
+    integers = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return integers if bits == 8 else torch.stack((integers & 15, integers >> 4), dim=-1).flatten(1)
 
 

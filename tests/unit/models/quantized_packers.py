@@ -160,8 +160,8 @@ CASES = [
     Case("gptq-8", lambda w: pack_gptq(w, bits=8, size=-1), GPTQ | {"bits": 8, "group_size": -1}),
     Case(
         "gptq-v2-8-sym",
-        lambda w: pack_gptq(w, bits=8, size=32, symmetric=True, shift=0),
-        GPTQ | {"bits": 8, "group_size": 32, "sym": True, "checkpoint_format": "gptq_v2"},
+        lambda w: pack_gptq(w, bits=8, symmetric=True, shift=0),
+        GPTQ | {"bits": 8, "sym": True, "checkpoint_format": "gptq_v2"},
     ),
     Case("gptq-desc-act", lambda w: pack_gptq(w, is_ordered=True), GPTQ | {"desc_act": True}),
     Case("awq", pack_awq, AWQ),
@@ -222,7 +222,7 @@ def write_packed_checkpoint(
     tensors = load_file(plain / WEIGHTS)
     packed = dict(tensors)
     for name, weight in tensors.items():
-        if weight.dim() == 2 and not name.endswith(PLAIN):
+        if weight.dim() == 2 and not name.endswith((*PLAIN, "block_sparse_moe.gate.weight")):
             del packed[name]
             module, exact = form.pack(weight.float())
             own = {f"{name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in module.items()}
