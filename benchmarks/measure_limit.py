@@ -20,6 +20,8 @@ from typing import Any
 MEGABYTES = 1024
 ITEM = 2
 """Bytes per bfloat16."""
+OF_INT8, OF_INT4 = 1 + 2 / 32, 1 / 2 + 2 / 32
+"""Bytes per weight, with the scale of 32 numbers."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,9 @@ class MachineLimits:
 
 
 class ModelSizes:
-    """Sizes of a checkpoint's matrices, in elements."""
+    """Sizes of a checkpoint's matrices, in elements, and the bytes of each. `quantization`: `int8`, `int4`, or ""."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, quantization: str = "") -> None:
         config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
         hidden, head_dim = config["hidden_size"], config["head_dim"]
         self.num_layers: int = config["num_hidden_layers"]
@@ -43,16 +45,21 @@ class ModelSizes:
         self.experts_per_token: int = config.get("num_experts_per_tok", 1)
         inner = config["moe_intermediate_size"] if self.num_experts > 1 else config["intermediate_size"]
         self.expert: int = 3 * hidden * inner
+        small = {"int8": OF_INT8, "int4": OF_INT4}.get(quantization, ITEM)
+        self.head_item = OF_INT8 if quantization else ITEM
+        self.expert_item = small
+        self.attention_item = OF_INT8 if quantization and self.num_experts > 1 else small
 
     def step_seconds(self, machine: MachineLimits, *, rows: int, tokens: int, context: int) -> float:
         """Return the seconds of a step in which each row computes `tokens` tokens after `context`, and samples one."""
         experts = min(self.num_experts, rows * tokens * self.experts_per_token)
-        weights = self.num_layers * (self.attention + experts * self.expert) + self.head
+        of_layer = self.attention * self.attention_item + experts * self.expert * self.expert_item
+        weights = self.num_layers * of_layer + self.head * self.head_item
         cache = self.num_layers * rows * context * self.cache_size
         seen = tokens * context + tokens * (tokens + 1) // 2
         products = rows * tokens * self.num_layers * (self.attention + self.experts_per_token * self.expert)
         products += rows * self.head + self.num_layers * rows * seen * 2 * self.query_size
-        return max(ITEM * (weights + cache) / machine.bytes_per_s, 2 * products / machine.operations_per_s)
+        return max((weights + ITEM * cache) / machine.bytes_per_s, 2 * products / machine.operations_per_s)
 
     def seconds(self, machine: MachineLimits, *, rows: int, num_in: int, num_out: int) -> float:
         """Return the seconds of all prompts in one step and the rest token by token."""
@@ -75,8 +82,8 @@ FIGURES: dict[str, Callable[[ModelSizes, MachineLimits], float]] = {
 class Limit:
     """Pseudo-engine that measures the machine and computes the time that a model needs on it at least."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._model = ModelSizes(checkpoint)
+    def __init__(self, checkpoint: Path, quantization: str = "") -> None:
+        self._model = ModelSizes(checkpoint, quantization)
         self._directory = tempfile.TemporaryDirectory()
         self._program = Path(self._directory.name) / "limits"
         compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,13 +22,17 @@ VLLM = {"VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB), "HF_HUB_OFFLINE": "1"}
 MAX_MODEL_LEN = 2048
 
 
+OWN_BF16 = "bf16"
+LLAMA_FORMATS = {"int8": "Q8_0", "int4": "Q4_K_M"}
+
 LIMIT = "limit"
 """Name of the pseudo-engine that gives the machine's limit, see `measure_limit.py`."""
 
 
 @dataclass(frozen=True)
 class PeerEngine:
-    """Engine by its name: `eagleray`, `vllm`, `llama.cpp` or `limit`."""
+    """Engine by its name: `eagleray`, `bf16` (eagleray without the quantization of a row), `vllm`, `llama.cpp` or
+    `limit`."""
 
     name: str
     python: str = sys.executable
@@ -36,17 +41,30 @@ class PeerEngine:
 
     def can(self, job: PeerJob) -> bool:
         """Whether the engine can do `job`: llama.cpp and the limit have neither a server nor several workers."""
+        if self.name in (OWN_BF16, "vllm") and bool(job.quantization) is not (self.name == OWN_BF16):
+            return False
         return self.name not in ("llama.cpp", LIMIT) or not (job.is_http or job.parallel)
 
-    def checkpoint(self, model: str, directory: Path) -> Path:
+    @property
+    def package(self) -> str:
+        """The engine's name for `measure_offline.py`."""
+        return "eagleray" if self.name == OWN_BF16 else self.name
+
+    def checkpoint(self, job: PeerJob, directory: Path) -> Path:
         """Return the checkpoint in the engine's format, which is made now unless it exists."""
-        path = make(model, directory)
+        path = make(job.model, directory)
         if self.name != "llama.cpp":
             return path
-        file = directory / f"{model}.gguf"
+        file = directory / f"{job.model}.gguf"
         if not file.exists():
             convert(path, file)
-        return file
+        if not job.quantization:
+            return file
+        quantized = directory / f"{job.model}-{LLAMA_FORMATS[job.quantization]}.gguf"
+        if not quantized.exists():
+            script = Path(__file__).with_name("quantize_llama.py")
+            subprocess.run([self.python, script, file, quantized, LLAMA_FORMATS[job.quantization]], check=True)
+        return quantized
 
     def environment(self, options: dict[str, Any]) -> dict[str, str]:
         """Return the environment of a process that runs with these options of `LLM`."""
@@ -61,8 +79,9 @@ class PeerEngine:
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options of `LLM` in the engine's own terms."""
         several = options.keys() & {"tensor_parallel_size", "pipeline_parallel_size"}
-        if self.name == "eagleray":
-            return options | {"kv_cache_memory": f"{CACHE_GIB}GiB"}
+        if self.package == "eagleray":
+            kept = {key: value for key, value in options.items() if self.name != OWN_BF16 or key != "quantization"}
+            return kept | {"kv_cache_memory": f"{CACHE_GIB}GiB"}
         return options | ({"distributed_executor_backend": "mp"} if several and self.name == "vllm" else {})
 
     def server(self, checkpoint: Path, port: int) -> list[str]:

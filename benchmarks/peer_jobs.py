@@ -38,7 +38,7 @@ class JobFailed(Exception):
 def open_job(job: PeerJob, engine: PeerEngine, checkpoint: Path) -> Offline | Served | Limit:
     """Start the engine and return it ready to be measured; the caller closes it. Raises `JobFailed`."""
     if engine.name == LIMIT:
-        return Limit(checkpoint)
+        return Limit(checkpoint, job.quantization)
     return Served(engine, checkpoint) if job.is_http else Offline(engine, checkpoint, job.options)
 
 
@@ -47,7 +47,7 @@ class Offline:
 
     def __init__(self, engine: PeerEngine, checkpoint: Path, options: dict[str, Any]) -> None:
         script = Path(__file__).with_name("measure_offline.py")
-        command = [engine.python, str(script), engine.name, str(checkpoint), json.dumps(engine.options(options))]
+        command = [engine.python, str(script), engine.package, str(checkpoint), json.dumps(engine.options(options))]
         self._arguments = (engine, checkpoint, options)
         with contextlib.ExitStack() as stack:
             self._log = stack.enter_context(tempfile.TemporaryFile("w+"))

@@ -20,6 +20,8 @@ PARALLEL: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel_size": 2},
     "ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
+QUANTIZED: dict[str, dict[str, Any]] = {"int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
+"""Formats that eagleray is compared in with its own bfloat16, and with the same number of bits of llama.cpp."""
 OFFLINE = {
     "token": ("token_ms", "1 request, ms per token"),
     "prompt": ("prompt_tokens_per_s", "prompt of 1,024, tokens/s"),
@@ -48,6 +50,7 @@ USUAL = [
     *("dense-0.6b/memory", "moe-1b/memory", "dense-tiny/memory", "dense-tiny/http*"),
     *("dense-tiny/tp2/token", "dense-tiny/tp2/batch32", "dense-0.6b/tp2/token", "dense-0.6b/tp2/batch32"),
     *("dense-tiny/pp2/token", "dense-tiny/pp2/batch32", "moe-tiny/ep2/token", "moe-tiny/ep2/batch32"),
+    *("dense-0.6b/int?/token", "dense-0.6b/int?/prompt", "dense-0.6b/int?/batch*", "moe-1b/int?/token"),
 ]
 """Rows that are measured without `--rows`."""
 
@@ -59,12 +62,14 @@ class PeerJob:
     model: str
     is_http: bool = False
     parallel: str = ""
+    quantization: str = ""
     is_long: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """Options of `LLM`."""
-        return PARALLEL.get(self.parallel, {}) | ({"max_model_len": LONG_LEN} if self.is_long else {})
+        chosen = PARALLEL.get(self.parallel, {}) | QUANTIZED.get(self.quantization, {})
+        return chosen | ({"max_model_len": LONG_LEN} if self.is_long else {})
 
     def groups(self, rows: Sequence[PeerRow]) -> list[list[PeerRow]]:
         """Group the rows that are measured together: those of one load of a server; else each alone, memory last."""
@@ -98,6 +103,9 @@ def all_rows() -> Iterator[PeerRow]:
             for what, (figure, title) in OFFLINE.items():
                 name = "/".join(filter(None, (model, parallel, what)))
                 yield PeerRow(name, _with(title, parallel), PeerJob(model, parallel=parallel), figure)
+        for kind in QUANTIZED:
+            for what, (figure, title) in OFFLINE.items():
+                yield PeerRow(f"{model}/{kind}/{what}", _with(title, kind), PeerJob(model, quantization=kind), figure)
         for what, (figure, title) in LONG.items():
             yield PeerRow(f"{model}/{what}", title, PeerJob(model, is_long=True), figure)
         for streams in STREAMS:

@@ -25,7 +25,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from measure_limit import Limit
-from peer_engines import LIMIT, PeerEngine
+from peer_engines import LIMIT, OWN_BF16, PeerEngine
 from peer_jobs import JobFailed, Offline, Served, open_job
 from peer_rows import USUAL, PeerJob, PeerRow, all_rows, choose
 
@@ -51,7 +51,7 @@ def main() -> None:
         return
     if arguments.repeat < 1:
         sys.exit("--repeat must be at least 1")
-    engines = [PeerEngine("eagleray")]
+    engines = [PeerEngine("eagleray"), PeerEngine(OWN_BF16)]
     if arguments.peer_python:
         engines.append(PeerEngine("vllm", arguments.peer_python, arguments.peer_preload))
     if arguments.llama_python:
@@ -93,7 +93,7 @@ def measure_all(
                 if engine.can(job):
                     with _recording_failure(failures, engine.name, job):
                         _log(f"{engine.name} starts: {_name(job)}")
-                        checkpoint = engine.checkpoint(job.model, directory)
+                        checkpoint = engine.checkpoint(job, directory)
                         opened[engine.name] = stack.enter_context(closing(open_job(job, engine, checkpoint)))
             for turn, group in itertools.product(range(repeat), job.groups(of_job)):
                 for name in list(opened):
@@ -165,7 +165,7 @@ def _ratios(medians: Mapping[str, float]) -> dict[str, float]:
 
 
 def _name(job: PeerJob) -> str:
-    kind = "http" if job.is_http else job.parallel or ("long" if job.is_long else "offline")
+    kind = "http" if job.is_http else job.parallel or job.quantization or ("long" if job.is_long else "offline")
     return f"{job.model}, {kind}"
 
 

@@ -77,7 +77,7 @@ def check_embed(library: ctypes.CDLL, vocab_size: int, size: int, dtype: torch.d
         for threads in (1, 2, 3):
             out = torch.full((len(token_ids), size), 7.0)
             ids, share = (token_ids.data_ptr(), len(token_ids)), (size, 0, vocab_size)
-            library.er_embed(values.data_ptr(), layout, *share, *ids, out.data_ptr(), number, threads)
+            library.er_embed(values.data_ptr(), layout, None, *share, *ids, out.data_ptr(), number, threads)
             assert torch.equal(out, expected)
 
 
@@ -101,7 +101,7 @@ def test_embed_shards_of_the_vocabulary_sum_to_all(library: ctypes.CDLL) -> None
     for first, stop in ((0, 20), (20, 37)):
         part, out = table[first:stop].contiguous(), torch.empty(len(token_ids), 24)
         ids = token_ids.data_ptr(), len(token_ids)
-        library.er_embed(part.data_ptr(), 0, 24, first, stop - first, *ids, out.data_ptr(), 0, 2)
+        library.er_embed(part.data_ptr(), 0, None, 24, first, stop - first, *ids, out.data_ptr(), 0, 2)
         total += out
     assert torch.equal(total[1:38], table)
     assert (total[[0, 38, 39, 40]] == 0).all()

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.backend import Operation
-from eagleray.kernels.quantized import LoadedWeight, Weight, WeightFormat, in_one_part
+from eagleray.kernels.quantized import LoadedWeight, Weight, WeightFormat, in_blocks
 from eagleray.kernels.storage import FunctionWithWeights
 from eagleray.kernels.torch.backend import TorchBackend
 
 
 class KeepingBackend(TorchBackend):
-    kept_formats = frozenset(WeightFormat)
+    kept_formats = frozenset((WeightFormat.FP8, WeightFormat.MXFP4))
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -20,7 +20,7 @@ class KeepingBackend(TorchBackend):
         """The weights of all products."""
 
     def linear(self, weight: LoadedWeight, bias: Tensor | None) -> Operation:
-        self.weights.append(weight := in_one_part(weight))
+        self.weights.append(weight := in_blocks(weight))
         return super().linear(weight if isinstance(weight, Tensor) else weight.dequantize(self._dtype), bias)
 
     def exact_linear(self, weight: Tensor) -> Operation:

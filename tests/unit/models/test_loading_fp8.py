@@ -195,9 +195,9 @@ def test_load_model_quantization_of_fp8_checkpoint_changes_nothing(backends, tmp
     assert torch.equal(logits_in_chunks(load(small, quantization="fp8"), PROMPT, 40), expected)
 
 
-def test_load_model_quantization_on_a_cpu_is_refused(tmp_path):
+def test_load_model_quantization_without_products_is_refused(tmp_path):
     checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False)
-    with pytest.raises(ConfigError, match="`quantization`: the kernels for float32 on cpu have no products with FP8"):
+    with pytest.raises(ConfigError, match="`quantization`: the kernels for float32 on cpu have no products with fp8"):
         load(checkpoint, quantization="fp8")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from checkpoints import make_checkpoint
 from harness import random_prompt
 from model_runs import PagedRun, load, logits_in_chunks
@@ -129,12 +130,10 @@ def test_forward_dynamic_rope_grows_with_the_sequence(tmp_path):
     rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10_000.0}
     checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False, max_position_embeddings=40, rope_parameters=rope)
     tokens, oracle = prompt(100), Oracle(checkpoint).model
+    cache = transformers.DynamicCache(config=oracle.config)  # the fourth argument, whose name differs by release
     with torch.inference_mode():
-        out = oracle(torch.tensor([tokens[:40]]), use_cache=True)
-        expected = [out.logits[0]]
-        for token in tokens[40:]:
-            out = oracle(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
-            expected.append(out.logits[0])
+        parts = [tokens[:40], *([token] for token in tokens[40:])]
+        expected = [oracle(torch.tensor([part]), None, None, cache).logits[0] for part in parts]
     model = load(checkpoint)
     assert model.spec.max_model_len == 120
     for chunk in (100, 16, 1):  # transformers rounds these frequencies to float32 earlier
