@@ -88,7 +88,7 @@ class GroupedWeight:
         table = value_table(self.encoding).to(self.codes.device).float()
         if self.encoding.bits == 8:
             table = torch.cat((table, -table))
-        numbers = table[self.codes.int()].unflatten(1, (-1, self.group_size))
+        numbers = table.index_select(0, self.codes.flatten().int()).view(*self.scales.shape, self.group_size)
         numbers = numbers * self.scales.float()[:, :, None]
         if self.offsets is not None:
             numbers += self.offsets.float()[:, :, None]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.quantized import FP8_BLOCK, Fp8Weight, Weight
-from eagleray.models.quantization import Quantizers
-from eagleray.models.weights import Cut, Param, Part, WeightRole
+from eagleray.models.weights import Cut, Param, Part, Quantizers, WeightRole
 
 BLOCK = 1 << 20
 """Count of numbers that are drawn and then repeated; drawing billions would take minutes."""

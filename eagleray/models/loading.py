@@ -18,7 +18,7 @@ from eagleray.errors import CheckpointError
 from eagleray.kernels.grouped import GroupedWeight
 from eagleray.kernels.quantized import LoadedWeight
 from eagleray.models.checkpoint_files import DTYPE_NAMES, PACKED
-from eagleray.models.quantized_formats.stored_format import MatrixPart
+from eagleray.models.quantized_formats.stored_tensors import MatrixPart
 from eagleray.models.quantized_tensors import (
     ITEMSIZES,
     QuantizedTensors,

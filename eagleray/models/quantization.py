@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from torch import Tensor
-
 from eagleray.kernels.backend import KernelBackend
-from eagleray.kernels.quantized import Weight, WeightFormat
+from eagleray.kernels.quantized import WeightFormat
 from eagleray.models.spec import ModelSpec
-from eagleray.models.weights import WeightRole
-
-Quantizers = Mapping[WeightRole, Callable[[Tensor], Weight]]
-"""Functions that quantize a weight [rows, columns], by its role. Weights of other roles are kept."""
+from eagleray.models.weights import Quantizers, WeightRole
 
 
 def formats_by_role(spec: ModelSpec, wanted: WeightFormat) -> dict[WeightRole, WeightFormat]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from eagleray.kernels.grouped import GROUP_SIZES, Encoding, GroupedWeight
 from eagleray.kernels.quantized import FP8_COLUMNS, Fp8Weight
-from eagleray.models.quantized_formats.stored_format import MatrixPart, StoredFormat, is_quantized
+from eagleray.models.quantized_formats.stored_format import StoredFormat, is_quantized
+from eagleray.models.quantized_formats.stored_tensors import MatrixPart
 from eagleray.models.stored_weights import spans
 from eagleray.models.tensor_files import TensorFiles
 from eagleray.models.weights import Param, Part

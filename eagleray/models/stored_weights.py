@@ -22,9 +22,8 @@ from eagleray.kernels.quantized import (
     group_scales,
 )
 from eagleray.log import get_logger
-from eagleray.models.quantization import Quantizers
 from eagleray.models.quantized_formats.stored_format import StoredFormat
-from eagleray.models.weights import Cut, Param, WeightRole
+from eagleray.models.weights import Cut, Param, Quantizers, WeightRole
 
 logger = get_logger(__name__)
 

@@ -5,7 +5,7 @@ A `Param` is declared by every rank for the whole model; its `shard` is the part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -61,6 +61,10 @@ class WeightRole(Enum):
     """Of dense layers and experts."""
     ATTENTION = "attention"
     HEAD = "head"
+
+
+Quantizers = Mapping[WeightRole, Callable[[Tensor], Weight]]
+"""Functions that quantize a weight [rows, columns], by its role. Weights of other roles are kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from eagleray.kernels.grouped import GroupedWeight
 from eagleray.kernels.quantized import WeightFormat
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.quantized_formats.codes import WORD_BITS, integer_weight, unpack, word_span
-from eagleray.models.quantized_formats.gptq import read_group_size
-from eagleray.models.quantized_formats.stored_format import FLOATS, MatrixPart, StoredTensors, check_groups
+from eagleray.models.quantized_formats.stored_tensors import FLOATS, MatrixPart, StoredTensors, check_groups
 
 BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -72,5 +71,5 @@ def read_awq(config: ConfigFile) -> AwqFormat:
         config.fail(f"`version` {shown(version)} is not supported for awq; supported is gemm")
     if not config.boolean("zero_point", True):
         config.fail("`zero_point` false is not supported for awq; supported are weights with zero points")
-    old_name = "q_group_size" if config.get("q_group_size") is not None else "group_size"
-    return AwqFormat(group_size=read_group_size(config, old_name, 128))
+    name = "q_group_size" if config.get("q_group_size") is not None else "group_size"
+    return AwqFormat(group_size=None if config.get(name) == -1 else config.integer(name, 128))

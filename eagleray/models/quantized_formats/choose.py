@@ -12,6 +12,7 @@ from eagleray.models.quantized_formats.awq import read_awq
 from eagleray.models.quantized_formats.compressed_tensors import METHOD, read_block, read_compressed_tensors
 from eagleray.models.quantized_formats.gptq import read_gptq
 from eagleray.models.quantized_formats.scaled import ScaledFormat
+from eagleray.models.quantized_formats.scales import Sharing
 from eagleray.models.quantized_formats.stored_format import StoredFormat
 
 
@@ -30,7 +31,9 @@ def read_fp8(config: ConfigFile) -> StoredFormat | Fp8Blocks:
     if (scheme := config.get("activation_scheme") or "dynamic") not in schemes:
         config.fail(f"`activation_scheme` {shown(scheme)} is not supported; supported is {' and '.join(schemes)}")
     return (
-        Fp8Blocks(read_block(config, "weight_block_size")) if has_blocks else ScaledFormat(method="fp8", is_float=True)
+        Fp8Blocks(read_block(config, "weight_block_size"))
+        if has_blocks
+        else ScaledFormat(method="fp8", is_float=True, sharing=Sharing())
     )
 
 

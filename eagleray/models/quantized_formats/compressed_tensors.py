@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 from eagleray.config.json_files import shown
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.quantized_formats.gptq import BITS
 from eagleray.models.quantized_formats.pack_quantized import PackQuantizedFormat
-from eagleray.models.quantized_formats.scaled import ScaledFormat, Sharing, Strategy
+from eagleray.models.quantized_formats.scaled import ScaledFormat
+from eagleray.models.quantized_formats.scales import Sharing, Strategy
 from eagleray.models.quantized_formats.stored_format import StoredFormat
 
 METHOD = "compressed-tensors"
@@ -58,7 +58,7 @@ def _essence(scheme: ConfigFile) -> dict[str, Any]:
 def _format(storage: str, weights: ConfigFile, *, has_quantized_inputs: bool) -> StoredFormat:
     bits, kind = weights.integer("num_bits", 8), weights.get("type") or "int"
     is_packed, is_float = storage == "pack-quantized", storage == "float-quantized"
-    if bits not in (BITS if is_packed else (8,)) or kind != ("float" if is_float else "int"):
+    if bits not in ((4, 8) if is_packed else (8,)) or kind != ("float" if is_float else "int"):
         weights.fail(
             f"`num_bits` {bits} of `type` {shown(kind)} is not supported in {storage}; supported are int of 4 and 8 "
             "bits in pack-quantized, int of 8 bits in int-quantized and float of 8 bits in float-quantized"

@@ -18,9 +18,8 @@ from eagleray.kernels.grouped import GroupedWeight
 from eagleray.kernels.quantized import WeightFormat
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.quantized_formats.codes import WORD_BITS, integer_weight, unpack_span, word_span
-from eagleray.models.quantized_formats.stored_format import FLOATS, MatrixPart, StoredTensors, check_groups
+from eagleray.models.quantized_formats.stored_tensors import FLOATS, MatrixPart, StoredTensors, check_groups
 
-BITS = {4: WeightFormat.INT4, 8: WeightFormat.INT8}
 LAYOUTS = {"gptq": 1, "gptq_v2": 0}
 """Numbers that are missing from the stored zero points of each layout."""
 
@@ -45,7 +44,7 @@ class GptqFormat:
 
     @property
     def kept_as(self) -> WeightFormat:
-        return BITS[self.bits]
+        return WeightFormat(f"int{self.bits}")
 
     @property
     def numbers_per_word(self) -> int:
@@ -92,7 +91,7 @@ class GptqFormat:
 
 def read_gptq(config: ConfigFile) -> GptqFormat:
     """Read a `quantization_config`. Raises `CheckpointError`."""
-    if (bits := config.integer("bits", None)) not in BITS:
+    if (bits := config.integer("bits", None)) not in (4, 8):
         config.fail(f"`bits` {bits} is not supported; supported are 4 and 8")
     layout = config.get("checkpoint_format") or config.get("format") or "gptq"
     if layout not in tuple(LAYOUTS) or config.get("is_marlin_format"):
@@ -102,12 +101,7 @@ def read_gptq(config: ConfigFile) -> GptqFormat:
         config.fail("`dynamic` gives modules other formats, which is not supported; it may exclude modules only")
     return GptqFormat(
         bits=bits,
-        group_size=read_group_size(config, "group_size"),
+        group_size=None if config.get("group_size") == -1 else config.integer("group_size", None),
         is_symmetric=config.boolean("sym", False),
         zero_shift=LAYOUTS[layout],
     )
-
-
-def read_group_size(config: ConfigFile, name: str, default: int | None = None) -> int | None:
-    """Return a number of inputs that share a scale, or None if the field is -1, which means all."""
-    return None if config.get(name) == -1 else config.integer(name, default)

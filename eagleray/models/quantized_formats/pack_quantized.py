@@ -15,10 +15,8 @@ from torch import Tensor
 from eagleray.kernels.grouped import GroupedWeight
 from eagleray.kernels.quantized import WeightFormat
 from eagleray.models.quantized_formats.codes import WORD_BITS, integer_weight, of_signed, unpack_span, word_span
-from eagleray.models.quantized_formats.gptq import BITS
-from eagleray.models.quantized_formats.scaled import Sharing
-from eagleray.models.quantized_formats.scales import read_scales
-from eagleray.models.quantized_formats.stored_format import FLOATS, MatrixPart, StoredTensors
+from eagleray.models.quantized_formats.scales import Sharing, read_scales
+from eagleray.models.quantized_formats.stored_tensors import FLOATS, MatrixPart, StoredTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +36,7 @@ class PackQuantizedFormat:
 
     @property
     def kept_as(self) -> WeightFormat:
-        return BITS[self.bits]
+        return WeightFormat(f"int{self.bits}")
 
     @property
     def numbers_per_word(self) -> int:
