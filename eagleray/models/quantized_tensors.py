@@ -55,7 +55,7 @@ class QuantizedTensors:
         module, _, suffix = name.rpartition(".")
         if f"{module}{WEIGHT}" not in names or not is_quantized(self.format, module, self._files):
             return False
-        return name in self._names_of(module) or (suffix == "bias" and not bool(self._files.slice_of(name)[:].any()))
+        return name in self._names_of(module) or (suffix == "bias" and not bool(self._files.slice_of(name)[...].any()))
 
     def _names_of(self, module: str) -> list[str]:
         return [f"{module}.{suffix}" for suffix in (self.format.weight_suffix, *self.format.other_suffixes)]

@@ -232,6 +232,25 @@ def test_load_model_on_a_cpu_takes_fewer_bytes(family, name, load_format, tmp_pa
     assert kept.isfinite().all()
 
 
+def test_rebalance_moves_quantized_experts(tmp_path):
+    """Experts of all slots have one layout, so their memory can be exchanged, and added slots have it, too."""
+    small, _ = write_packed_checkpoint(tmp_path / "plain", "qwen3_moe", tmp_path / "small", case("gptq"))
+
+    def work(groups: Groups) -> tuple[int, Tensor, Tensor]:
+        experts = ExpertOptions(dispatch="all-to-all", balance_interval=2)
+        model = load(small, dtype="bfloat16", groups=groups, experts=experts)
+        before = logits_in_chunks(model, PROMPT, 40)
+        assert model.rebalancer is not None and model.trace is not None
+        model.trace.counts[:, :2] += 1000  # the experts of one rank have nearly all tokens
+        for _ in range(2):
+            model.rebalance_if_due()
+        model.on_group_formed()
+        return model.rebalancer.num_moved, before, logits_in_chunks(model, PROMPT, 40)
+
+    for num_moved, before, after in run_ranks(work, topology(tp=2)):
+        assert num_moved > 0 and torch.equal(before, after)
+
+
 def test_load_model_leaves_ignored_layers_plain(tmp_path):
     form = case("awq")
     small, plain = write_packed_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", form)
