@@ -349,13 +349,11 @@ def _check_quantization(
         raise ConfigError(
             f"option `quantization`: {config.path} says that the experts are stored as mxfp4, which is kept; drop it"
         )
-    possible = _online_formats(spec, kernels)
-    if online not in possible:
-        served = f"they have {', '.join(possible)}" if possible else "they have none with quantized weights"
+    if online not in _online_formats(spec, kernels):
         raise ConfigError(
             f"option `quantization`: the kernels for {_name(dtype)} on {device.type} have no products with {online} "
-            f"weights; {served}. CPUs with a C++ compiler have fp8, int4 and int8 for bfloat16, GPUs with Triton's "
-            "kernels fp8"
+            "weights; on CPUs with a C++ compiler bfloat16 has fp8, int4 and int8 (set `dtype`), on GPUs Triton's "
+            "kernels have fp8"
         )
 
 

@@ -63,10 +63,6 @@ class WeightRole(Enum):
     HEAD = "head"
 
 
-Quantizers = Mapping[WeightRole, Callable[[Tensor], Weight]]
-"""Functions that quantize a weight [rows, columns], by its role. Weights of other roles are kept."""
-
-
 @dataclass(frozen=True, slots=True)
 class Param:
     """A tensor of the checkpoint."""
@@ -101,6 +97,10 @@ class Alias:
     shape: tuple[int, ...]
     split: Callable[[Tensor], Iterator[tuple[str, Tensor]]]
     """Yields the names and tensors for which it stands, as views."""
+
+
+Quantizers = Mapping[WeightRole, Callable[[Tensor], Weight]]
+"""Functions that quantize a weight [rows, columns], by its role. Weights of other roles are kept."""
 
 
 class Weights(Protocol):

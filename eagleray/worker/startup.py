@@ -304,9 +304,10 @@ class LoadedWorker:
                 advice = "lower `max_loras` or `max_lora_rank`, or divide the model (`tensor_parallel_size`)"
                 raise out_of_memory(what, advice, self.device) from error
         logger.info(
-            "loaded %s, %.1f M parameters in %s, on %s with %d thread%s",
+            "loaded %s, %.1f M parameters in %s%s, on %s with %d thread%s",
             model.spec.architecture,
             model.num_parameters / 1e6,
+            "" if config.quantization is None else f"{config.quantization} and ",
             str(model.dtype).removeprefix("torch."),
             self.device,
             torch.get_num_threads(),

@@ -29,6 +29,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/lora.md",
         "docs/structured_outputs.md",
         "docs/speculation.md",
+        "docs/quantization.md",
         "docs/tools.md",
         "docs/security.md",
         "docs/gpu.md",

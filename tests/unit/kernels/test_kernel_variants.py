@@ -18,7 +18,7 @@ from eagleray.kernels.cpu.build.variants import AVX2, AVX512, VARIANTS, best_var
 
 HASWELL: dict[str, object] = dict.fromkeys(AVX2, True)
 SKYLAKE: dict[str, object] = dict.fromkeys(AVX512, True)
-ZEN4 = SKYLAKE | {"avx512_bf16": True, "cpu_name": "AMD EPYC", "l1d_cache_size": 32768}
+ZEN4 = SKYLAKE | {"avx512_bf16": True, "avx512_vbmi": True, "cpu_name": "AMD EPYC", "l1d_cache_size": 32768}
 
 
 @pytest.fixture
@@ -40,6 +40,7 @@ def prebuilt(tmp_path, monkeypatch):
     [
         ("x86_64", ZEN4, "avx512_bf16"),
         ("x86_64", SKYLAKE, "avx512"),
+        ("x86_64", SKYLAKE | {"avx512_bf16": True}, "avx512"),  # Cooper Lake
         ("x86_64", SKYLAKE | {"avx512_vl": False}, "avx2"),  # Xeon Phi
         ("x86_64", HASWELL, "avx2"),
         ("x86_64", HASWELL | {"fma3": False}, "portable"),
@@ -65,7 +66,7 @@ def test_variant_features_have_the_names_of_torch():
 def test_named_variant_that_the_processor_lacks_is_refused():
     assert named_variant("avx2", "x86_64", ZEN4).name == "avx2"
     assert named_variant("native", "x86_64", ZEN4) is None
-    with pytest.raises(ConfigError, match="this processor lacks avx512_bf16, which avx512_bf16 needs; unset"):
+    with pytest.raises(ConfigError, match="this processor lacks avx512_bf16, avx512_vbmi, which avx512_bf16 needs; unset"):
         named_variant("avx512_bf16", "x86_64", SKYLAKE)
     with pytest.raises(ConfigError, match=r"`neon` is none of avx512_bf16, avx512, avx2, portable, native$"):
         named_variant("neon", "x86_64", SKYLAKE)
