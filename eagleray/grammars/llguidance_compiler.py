@@ -201,6 +201,9 @@ class LLGuidanceMatcher:
     def __init__(self, matcher: LLMatcher, ends: _Ends) -> None:
         self._matcher = matcher
         self._ends = ends
+        self._mask: TokenMask | None = None
+        """The last mask, which is usually also the next one."""
+        self._address = 0
 
     @property
     def failure(self) -> str | None:
@@ -218,7 +221,9 @@ class LLGuidanceMatcher:
         if self._matcher.is_stopped():
             allow_only(mask, self._ends.token_ids if self.is_complete else ())
         else:
-            self._matcher.unsafe_compute_mask_ptr(_address(mask), mask.nbytes)
+            if mask is not self._mask:
+                self._mask, self._address = mask, _address(mask)
+            self._matcher.unsafe_compute_mask_ptr(self._address, mask.nbytes)
         if not self._ends.are_generated:
             forbid(mask, self._ends.token_ids)
 

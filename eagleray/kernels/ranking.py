@@ -44,10 +44,12 @@ class Ranking:
         allowed = (masks[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
         logits[rows] = logits[rows].masked_fill_(allowed.logical_not_(), -torch.inf)
 
-    def first_allowed(self, logits: Tensor, rows: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
-        """Do as `keep_allowed`, and return what `first` returns for these rows: token ids [m] and logits [m]."""
+    def first_allowed(self, logits: Tensor, rows: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Do as `keep_allowed`, with `rows` in ascending order. Returns what `first` then returns for all rows, and the
+        highest logit of each row before, [n]."""
+        unmasked = logits.amax(dim=-1)
         self.keep_allowed(logits, rows, masks)
-        return self.first(logits[rows])
+        return *self.first(logits), unmasked
 
     def draw(self, logits: Tensor, highest: Tensor, draws: Draws, *, out: Tensor) -> bool:
         """Draw a token from each row of `logits` [n, vocab_size] that `draws` has, into the same index of `out`, int64

@@ -41,6 +41,8 @@ NOTHING_LEFT_BY_GRAMMAR = (
     "thinking_token_budget together forbid every one; loosen them"
 )
 
+NO_INDICES = np.empty(0, dtype=np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -176,7 +178,7 @@ class _Batch:
 
     def logit_indices(self, use: SamplingFeature) -> IntArray:
         """Return the indices of the logits whose row uses the feature."""
-        return np.flatnonzero(self.use & use)
+        return np.flatnonzero(self.use & int(use)) if self.used & use else NO_INDICES
 
 
 class HostSampler(TokenSampler[HostPlan]):
@@ -234,18 +236,13 @@ class HostSampler(TokenSampler[HostPlan]):
         other parameters see `prepare` and `launch`."""
         use = self._state.use[rows]
         step = _Batch(rows, positions, use, int(np.bitwise_or.reduce(use)))
-        chosen, highest = self._ranking.first(logits)
-        failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOT_FINITE)
         reported = step.logit_indices(SamplingFeature.LOGPROBS)
         raw = logits if self._kind.is_processed else self._raw(logits, reported, step)
-        if step.used & SamplingFeature.ADJUSTED:
-            refused = {}
-            if masks is not None:
-                refused = self._apply_masks(logits, masks, chosen, highest)
-            if step.used & SamplingFeature.BY_PARAMETERS:
-                self._adjust(logits, step)
-                chosen, highest = self._ranking.first(logits)
-            failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | refused | failed
+        chosen, highest, failed = self._choose_likeliest(logits, masks)
+        if step.used & SamplingFeature.BY_PARAMETERS:
+            self._adjust(logits, step)
+            chosen, highest = self._ranking.first(logits)
+            failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | failed
         if step.used & SamplingFeature.RANDOM:
             self._draw(logits, highest, step, out=chosen)
         drawn = chosen
@@ -264,13 +261,17 @@ class HostSampler(TokenSampler[HostPlan]):
             return logits
         return logits[self._tensor(reported)]
 
-    def _apply_masks(self, logits: Tensor, masks: PendingMasks, chosen: Tensor, highest: Tensor) -> dict[int, str]:
-        """Forbid what the grammars do not allow, and update the highest logits of these rows. Returns the reasons of
-        the matchers that failed, by logit index."""
-        words, failed = masks.wait()
-        at = self._tensor(masks.rows.indices)
-        chosen[at], highest[at] = self._ranking.first_allowed(logits, at, self._tensor(words))
-        return failed
+    def _choose_likeliest(self, logits: Tensor, masks: PendingMasks | None) -> tuple[Tensor, Tensor, dict[int, str]]:
+        """Forbid what the grammars do not allow. Returns the token of the highest logit of each row [n], this logit
+        [n], and reasons why rows failed, by logit index."""
+        if masks is None:
+            chosen, highest = self._ranking.first(logits)
+            return chosen, highest, dict.fromkeys(_clear_broken(logits, chosen, highest), NOT_FINITE)
+        words, refused = masks.wait()
+        rows = self._tensor(masks.rows.indices)
+        chosen, highest, unmasked = self._ranking.first_allowed(logits, rows, self._tensor(words))
+        failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | refused
+        return chosen, highest, failed | dict.fromkeys(_find_broken(unmasked), NOT_FINITE)
 
     def _adjust(self, logits: Tensor, step: _Batch) -> None:
         state = self._state
@@ -352,13 +353,19 @@ class HostSampler(TokenSampler[HostPlan]):
 
 def _clear_broken(logits: Tensor, chosen: Tensor, highest: Tensor) -> list[int]:
     """Return the indices of the logits without a finite highest one, and set them to 0, so that they are harmless."""
+    broken = _find_broken(highest)
+    if broken:
+        logits[broken] = 0
+        highest[broken] = 0
+        chosen[broken] = 0
+    return broken
+
+
+def _find_broken(highest: Tensor) -> list[int]:
+    """Return the indices of the highest logits that are not finite."""
     if math.isfinite(highest.sum().item()):  # in a fraction of the time of the rest; one that overflows is looked at
         return []
-    broken = highest.isfinite().logical_not_().nonzero()[:, 0]
-    logits[broken] = 0
-    highest[broken] = 0
-    chosen[broken] = 0
-    return broken.tolist()
+    return highest.isfinite().logical_not_().nonzero()[:, 0].tolist()
 
 
 def gather_sampled(

@@ -29,11 +29,11 @@ class NativeRanking(Ranking):
         if not logits.is_contiguous():
             return super().first(logits)
         n, size = logits.shape
-        ids, values = torch.empty(n, dtype=torch.int32), torch.empty(n, dtype=torch.float32)
+        ids, values = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.float32)
         outputs = ids.data_ptr(), values.data_ptr()
         memory, threads = self._memory(n, size), self._threads(n * size)
         self._library.er_argmax(logits.data_ptr(), size, n, size, *outputs, memory, threads)
-        return ids.long(), values
+        return ids, values
 
     def top(self, logits: Tensor, k: int) -> Tensor:
         n, size = logits.shape
@@ -46,24 +46,15 @@ class NativeRanking(Ranking):
         self._library.er_top_k(logits.data_ptr(), size, n, size, k, *outputs, memory, threads)
         return ids.long()
 
-    def keep_allowed(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-        if not logits.is_contiguous():
-            super().keep_allowed(logits, rows, masks)
-            return
-        size, num_rows = logits.shape[1], len(rows)
-        pointers = logits.data_ptr(), size, rows.data_ptr()
-        threads = self._threads(num_rows * size)
-        self._library.er_keep_allowed(*pointers, num_rows, size, masks.data_ptr(), threads)
-
-    def first_allowed(self, logits: Tensor, rows: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+    def first_allowed(self, logits: Tensor, rows: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not logits.is_contiguous():
             return super().first_allowed(logits, rows, masks)
-        n, size = len(rows), logits.shape[1]
-        ids, values = torch.empty(n, dtype=torch.int32), torch.empty(n, dtype=torch.float32)
-        inputs = logits.data_ptr(), size, rows.data_ptr(), n, size, masks.data_ptr()
-        memory, threads = self._memory(n, size), self._threads(n * size)
-        self._library.er_argmax_allowed(*inputs, ids.data_ptr(), values.data_ptr(), memory, threads)
-        return ids.long(), values
+        n, size = logits.shape
+        ids, values, unmasked = torch.empty(n, dtype=torch.int64), *torch.empty((2, n), dtype=torch.float32)
+        inputs = logits.data_ptr(), size, n, size, rows.data_ptr(), len(rows), masks.data_ptr()
+        outputs = ids.data_ptr(), values.data_ptr(), unmasked.data_ptr()
+        self._library.er_argmax_allowed(*inputs, *outputs, self._memory(n, size), self._threads(n * size))
+        return ids, values, unmasked
 
     def draw(self, logits: Tensor, highest: Tensor, draws: Draws, *, out: Tensor) -> bool:
         if not (logits.is_contiguous() and highest.is_contiguous() and out.is_contiguous()):

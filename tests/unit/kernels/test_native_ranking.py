@@ -38,9 +38,9 @@ def scratch_for(library: ctypes.CDLL, logits: Tensor) -> Tensor:
 
 def argmax(library: ctypes.CDLL, logits: Tensor, threads: int = 1) -> tuple[Tensor, Tensor]:
     scratch = scratch_for(library, logits)
-    ids, values = torch.empty(len(logits), dtype=torch.int32), torch.empty(len(logits))
+    ids, values = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
     library.er_argmax(*rows_of(logits), ids.data_ptr(), values.data_ptr(), scratch.data_ptr(), threads)
-    return ids.long(), values
+    return ids, values
 
 
 def top_k(library: ctypes.CDLL, logits: Tensor, k: int, threads: int = 1) -> tuple[Tensor, Tensor]:
@@ -94,22 +94,43 @@ def test_ranking_without_rows_does_nothing(library: ctypes.CDLL) -> None:
     assert argmax(library, torch.empty(0, 100), 2)[0].shape == (0,)
 
 
-@pytest.mark.parametrize("size", [1, 31, 32, 33, 4096, 4100, 9001])
-def test_keep_allowed_masks_of_some_rows_as_torch(library: ctypes.CDLL, size: int) -> None:
-    torch.manual_seed(size)
-    logits = torch.randn(6, size)
-    rows = torch.tensor([4, 0, 5])
-    masks = torch.randint(-(2**31), 2**31, (3, -(-size // 32)), dtype=torch.int64).to(torch.int32)
-    masks[1] = -1
-    masks[2, ::2] = 0
-    expected = logits.clone()
-    Ranking().keep_allowed(expected, rows, masks)
-    raw = logits.clone()
-    library.er_keep_allowed(logits.data_ptr(), size, rows.data_ptr(), 3, size, masks.data_ptr(), 2)
-    assert torch.equal(logits, expected)
-    ids, values = NativeRanking(library, num_threads=2).first_allowed(raw, rows, masks)
-    assert torch.equal(raw, expected)
-    assert torch.equal(ids, expected[rows].argmax(dim=1))
-    assert torch.equal(values, expected[rows].amax(dim=1))
-    allowed = [[bool(int(word) >> bit & 1) for word in masks[0] for bit in range(32)][:size]]
-    assert torch.equal(logits[4].isneginf().logical_not(), torch.tensor(allowed)[0])
+def random_masks(rows: int, size: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, (rows, -(-size // 32)), dtype=torch.int64).to(torch.int32)
+
+
+def check_first_allowed(logits: Tensor, rows: Tensor, masks: Tensor, ranking: Ranking) -> None:
+    """Compare with plain torch: logits, token ids, their logits, and the highest logits before."""
+    kept, expected = logits.clone(), logits.clone()
+    ids, values, unmasked = ranking.first_allowed(kept, rows, masks)
+    expected_ids, expected_values, expected_unmasked = Ranking().first_allowed(expected, rows, masks)
+    assert torch.equal(bits(kept), bits(expected))
+    assert torch.equal(ids, expected_ids)
+    assert torch.equal(bits(values), bits(expected_values))
+    torch.testing.assert_close(unmasked, expected_unmasked, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 4096, 4100, 9001])
+def test_first_allowed_kinds_of_rows_equal_plain_torch(library: ctypes.CDLL, size: int) -> None:
+    logits = logits_of_all_kinds(size).contiguous()
+    all_rows = torch.arange(len(logits))
+    masks = random_masks(len(logits), size)
+    masks[1], masks[2], masks[3, ::2] = -1, 0, 0
+    for threads in (1, 2, 3):
+        ranking = NativeRanking(library, num_threads=threads)
+        for rows in (all_rows, torch.arange(0, len(logits), 2), all_rows[-1:]):
+            check_first_allowed(logits, rows, masks[: len(rows)].contiguous(), ranking)
+
+
+def test_first_allowed_older_processor_equals_plain_torch(other_library: ctypes.CDLL) -> None:
+    logits = logits_of_all_kinds(4100).contiguous()
+    rows = torch.arange(1, len(logits), 2)
+    check_first_allowed(logits, rows, random_masks(len(rows), 4100), NativeRanking(other_library, num_threads=1))
+
+
+def test_first_allowed_forbids_the_tokens_without_a_bit(library: ctypes.CDLL) -> None:
+    logits = torch.randn(3, 70)
+    masks = random_masks(1, 70)
+    NativeRanking(library, num_threads=1).first_allowed(logits, torch.tensor([1]), masks)
+    allowed = [bool(int(word) >> bit & 1) for word in masks[0] for bit in range(32)][:70]
+    assert logits[1].isneginf().logical_not().tolist() == allowed
+    assert logits[::2].isfinite().all()

@@ -11,6 +11,8 @@ from grammar_tokenizers import Words
 from sampler_launch import launch
 
 from eagleray.grammars.llguidance_compiler import LLGuidanceCompiler
+from eagleray.kernels.cpu.build.library import native_library
+from eagleray.kernels.cpu.ranking import NativeRanking
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.grammars import Grammar
 from eagleray.messages.sampling import Sampling
@@ -41,7 +43,8 @@ class Bench:
             )
         else:
             state = SamplingState(num_rows=4, vocab_size=VOCAB_SIZE, device=CPU)
-            self._sampler = HostSampler(state, Ranking(), grammars=grammars)
+            ranking = NativeRanking(native_library(), num_threads=1) if kind == "native" else Ranking()
+            self._sampler = HostSampler(state, ranking, grammars=grammars)
         self._rng = np.random.default_rng(5)
         self._num_tokens = 1
 
@@ -57,7 +60,7 @@ class Bench:
         return step.finish([tensor.numpy() for tensor in step.tensors])
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=["host", "native", "device"])
 def bench(request: pytest.FixtureRequest) -> Bench:
     return Bench(request.param)
 
@@ -124,6 +127,21 @@ def test_grammar_that_meets_a_forbidden_token_fails_with_a_sentence_alone(bench:
     assert (sampled.rows, sampled.token_ids) == ([1], [B])
     [failure] = sampled.failures
     assert failure.row == 0 and failure.message.startswith("the grammar of the completion failed: ")
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_grammar_row_with_broken_logits_of_a_forbidden_token_fails_alone(bench: Bench, bad: float) -> None:
+    bench.start(0, grammar=AB)
+    bench.start(1, temperature=0.0)
+    bench.start(2, grammar=AB, logprobs=1)
+    bench.start(3, grammar=AB, logprobs=1)
+    logits = torch.zeros(4, VOCAB_SIZE)
+    logits[0, B] = logits[3, B] = bad
+    logits[1, B] = 1
+    sampled = bench.step(0, 1, 2, 3, logits=logits)
+    assert (sampled.rows, sampled.token_ids, list(sampled.logprobs)) == ([1, 2], [B, A], [2])
+    assert [(failure.row, failure.is_user_error) for failure in sampled.failures] == [(0, False), (3, False)]
+    assert all("no finite logits" in failure.message for failure in sampled.failures)
 
 
 def test_grammar_leaves_the_reported_log_probabilities_unchanged(bench: Bench) -> None:

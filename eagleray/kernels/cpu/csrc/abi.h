@@ -254,16 +254,15 @@ void er_combine(const float* outputs, const int32_t* positions, const float* wei
 int64_t er_ranking_scratch_size(int64_t num_rows, int64_t size);
 
 // ids, values: [num_rows]
-void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids, float* values,
+void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t* ids, float* values,
                void* scratch, int num_threads);
 
-// masks: [num_rows, ceil(size / 32)], one bit for each logit; the logits of row rows[i] whose bit is 0 become -inf.
-void er_keep_allowed(float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
-                     const int32_t* masks, int num_threads);
-
-// Does what er_keep_allowed does, then what er_argmax does for these rows; ids, values: [num_rows]
-void er_argmax_allowed(float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
-                       const int32_t* masks, int32_t* ids, float* values, void* scratch, int num_threads);
+// rows: [num_masks], ascending; masks: [num_masks, ceil(size / 32)], one bit for each logit. The logits of row rows[i]
+// whose bit is 0 become -inf. ids, values: [num_rows], the highest logits that are left; unmasked: [num_rows], the
+// highest before.
+void er_argmax_allowed(float* logits, int64_t stride, int64_t num_rows, int64_t size, const int64_t* rows,
+                       int64_t num_masks, const int32_t* masks, int64_t* ids, float* values, float* unmasked,
+                       void* scratch, int num_threads);
 
 // ids, values: [num_rows, k], k at most MAX_TOP_K
 void er_top_k(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k, int32_t* ids,

@@ -136,50 +136,61 @@ Ints bits_of_lanes(int64_t first) {
   return bits;
 }
 
+// The highest keys of a part of a row, before and after its mask.
+struct MaskedKeys {
+  int32_t unmasked, allowed;
+};
+
 // begin, end: logits of the row; begin is a multiple of MASK_BITS.
-void keep_allowed_of_piece(float* x, int64_t begin, int64_t end, const uint32_t* mask) {
+MaskedKeys keep_allowed(float* x, int64_t begin, int64_t end, const uint32_t* mask) {
   static_assert(MASK_BITS % LANES == 0 && PIECE % MASK_BITS == 0);
   const Floats nothing = Floats{} - INFINITY;
+  const Ints lowest = Ints{} + INT32_MIN, nothing_key = order_key(nothing);
+  Ints unmasked = lowest, allowed = lowest;
   for (; begin + MASK_BITS <= end; begin += MASK_BITS) {
     uint32_t word = mask[begin / MASK_BITS];
-    if (word == UINT32_MAX) continue;
     for (int64_t first = 0; first < MASK_BITS; first += LANES) {
-      Ints forbidden = ((Ints{} + int32_t(word)) & bits_of_lanes(first)) == 0;
-      store(x + begin + first, forbidden ? nothing : load(x + begin + first));
+      Floats logits = load(x + begin + first);
+      Ints keys = order_key(logits), forbidden = ((Ints{} + int32_t(word)) & bits_of_lanes(first)) == 0;
+      unmasked = higher(unmasked, keys);
+      allowed = higher(allowed, forbidden ? nothing_key : keys);
+      if (word != UINT32_MAX) store(x + begin + first, forbidden ? nothing : logits);
     }
   }
-  for (; begin < end; begin++)
+  MaskedKeys keys{highest(unmasked), highest(allowed)};
+  for (; begin < end; begin++) {
+    keys.unmasked = std::max(keys.unmasked, order_key(x[begin]));
     if (!(mask[begin / MASK_BITS] >> begin % MASK_BITS & 1)) x[begin] = -INFINITY;
+    keys.allowed = std::max(keys.allowed, order_key(x[begin]));
+  }
+  return keys;
 }
 
-const uint32_t* mask_of_row(const int32_t* masks, int64_t row, int64_t size) {
-  return reinterpret_cast<const uint32_t*>(masks) + row * count_of(size, MASK_BITS);
-}
+// The mask of a row, or null.
+struct RowMasks {
+  const int64_t* rows;  // [count], ascending
+  int64_t count;
+  const int32_t* masks;
+  int64_t words;  // of a mask
+
+  const uint32_t* operator[](int64_t row) const {
+    const int64_t* found = std::lower_bound(rows, rows + count, row);
+    if (found == rows + count || *found != row) return nullptr;
+    return reinterpret_cast<const uint32_t*>(masks) + (found - rows) * words;
+  }
+};
 
 // ---- the highest
 
-// The rows of the logits: all of them, or some.
-struct RowNumbers {
-  const int64_t* rows;
-
-  int64_t operator[](int64_t i) const { return rows ? rows[i] : i; }
-};
-
-// See argmax. `prepare(piece)` is called before a piece is read, and may change its logits.
-template <class Prepare>
-void find_highest(Team& team, const float* logits, int64_t stride, RowNumbers rows, int64_t num_rows, int64_t size,
-                  int32_t* ids, float* values, void* scratch, Prepare&& prepare) {
-  int32_t* highest = static_cast<int32_t*>(scratch);  // [num_rows, pieces]
-  for_pieces(team, num_rows, size, [&](int64_t index, Piece piece) {
-    prepare(piece);
-    highest[index] = highest_key(logits + rows[piece.row] * stride + piece.begin, piece.size);
-  });
+// keys: [num_rows, pieces], the highest of each piece.
+void find_highest(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, const int32_t* keys,
+                  int64_t* ids, float* values) {
   int64_t num_pieces = count_of(size, PIECE);
   for_rows(team, num_rows, [&](int64_t row) {
-    const int32_t* keys = highest + row * num_pieces;
-    int64_t piece = std::max_element(keys, keys + num_pieces) - keys, begin = piece * PIECE;
-    const float* x = logits + rows[row] * stride;
-    ids[row] = int32_t(begin + find(x + begin, std::min(PIECE, size - begin), keys[piece]));
+    const int32_t* own = keys + row * num_pieces;
+    int64_t piece = std::max_element(own, own + num_pieces) - own, begin = piece * PIECE;
+    const float* x = logits + row * stride;
+    ids[row] = begin + find(x + begin, std::min(PIECE, size - begin), own[piece]);
     values[row] = x[ids[row]];
   });
 }
@@ -187,12 +198,17 @@ void find_highest(Team& team, const float* logits, int64_t stride, RowNumbers ro
 }  // namespace
 
 int64_t ranking_scratch_size(int64_t num_rows, int64_t size) {
-  return num_rows * count_of(size, BLOCK) * int64_t(sizeof(int32_t));
+  int64_t blocks = count_of(size, BLOCK), pieces = count_of(size, PIECE);
+  return num_rows * std::max(blocks, 2 * pieces) * int64_t(sizeof(int32_t));
 }
 
-void argmax(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids,
+void argmax(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t* ids,
             float* values, void* scratch) {
-  find_highest(team, logits, stride, RowNumbers{nullptr}, num_rows, size, ids, values, scratch, [](Piece) {});
+  int32_t* keys = static_cast<int32_t*>(scratch);  // [num_rows, pieces]
+  for_pieces(team, num_rows, size, [&](int64_t index, Piece piece) {
+    keys[index] = highest_key(logits + piece.row * stride + piece.begin, piece.size);
+  });
+  find_highest(team, logits, stride, num_rows, size, keys, ids, values);
 }
 
 void top_k(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k,
@@ -211,21 +227,28 @@ void top_k(Team& team, const float* logits, int64_t stride, int64_t num_rows, in
   });
 }
 
-void keep_allowed(Team& team, float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
-                  const int32_t* masks) {
-  for_pieces(team, num_rows, size, [&](int64_t, Piece piece) {
-    const uint32_t* mask = mask_of_row(masks, piece.row, size);
-    keep_allowed_of_piece(logits + rows[piece.row] * stride, piece.begin, piece.begin + piece.size, mask);
+void argmax_allowed(Team& team, float* logits, int64_t stride, int64_t num_rows, int64_t size, const int64_t* rows,
+                    int64_t num_masks, const int32_t* masks, int64_t* ids, float* values, float* unmasked,
+                    void* scratch) {
+  const RowMasks row_masks{rows, num_masks, masks, count_of(size, MASK_BITS)};
+  int64_t num_pieces = count_of(size, PIECE);
+  int32_t* allowed_keys = static_cast<int32_t*>(scratch);        // [num_rows, pieces]
+  int32_t* unmasked_keys = allowed_keys + num_rows * num_pieces;  // the same
+  for_pieces(team, num_rows, size, [&](int64_t index, Piece piece) {
+    float* row = logits + piece.row * stride;
+    if (const uint32_t* mask = row_masks[piece.row]) {
+      MaskedKeys keys = keep_allowed(row, piece.begin, piece.begin + piece.size, mask);
+      allowed_keys[index] = keys.allowed;
+      unmasked_keys[index] = keys.unmasked;
+    } else {
+      allowed_keys[index] = unmasked_keys[index] = highest_key(row + piece.begin, piece.size);
+    }
   });
-}
-
-void argmax_allowed(Team& team, float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
-                    const int32_t* masks, int32_t* ids, float* values, void* scratch) {
-  auto mask = [&](Piece piece) {
-    const uint32_t* words = mask_of_row(masks, piece.row, size);
-    keep_allowed_of_piece(logits + rows[piece.row] * stride, piece.begin, piece.begin + piece.size, words);
-  };
-  find_highest(team, logits, stride, RowNumbers{rows}, num_rows, size, ids, values, scratch, mask);
+  find_highest(team, logits, stride, num_rows, size, allowed_keys, ids, values);
+  for_rows(team, num_rows, [&](int64_t row) {
+    const int32_t* own = unmasked_keys + row * num_pieces;
+    unmasked[row] = number_of(*std::max_element(own, own + num_pieces));
+  });
 }
 
 }  // namespace eagleray
@@ -236,20 +259,16 @@ extern "C" {
 
 int64_t er_ranking_scratch_size(int64_t num_rows, int64_t size) { return ranking_scratch_size(num_rows, size); }
 
-void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids, float* values,
+void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t* ids, float* values,
                void* scratch, int num_threads) {
   run_team(num_threads, [&](Team& team) { argmax(team, logits, stride, num_rows, size, ids, values, scratch); });
 }
 
-void er_keep_allowed(float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
-                     const int32_t* masks, int num_threads) {
-  run_team(num_threads, [&](Team& team) { keep_allowed(team, logits, stride, rows, num_rows, size, masks); });
-}
-
-void er_argmax_allowed(float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
-                       const int32_t* masks, int32_t* ids, float* values, void* scratch, int num_threads) {
+void er_argmax_allowed(float* logits, int64_t stride, int64_t num_rows, int64_t size, const int64_t* rows,
+                       int64_t num_masks, const int32_t* masks, int64_t* ids, float* values, float* unmasked,
+                       void* scratch, int num_threads) {
   run_team(num_threads, [&](Team& team) {
-    argmax_allowed(team, logits, stride, rows, num_rows, size, masks, ids, values, scratch);
+    argmax_allowed(team, logits, stride, num_rows, size, rows, num_masks, masks, ids, values, unmasked, scratch);
   });
 }
 

@@ -14,20 +14,19 @@ namespace eagleray {
 int64_t ranking_scratch_size(int64_t num_rows, int64_t size);
 
 // ids, values [num_rows]: the highest logit of each row.
-void argmax(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids,
+void argmax(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t* ids,
             float* values, void* scratch);
 
 // ids, values [num_rows, k]: the k highest logits of each row in order; k is at most MAX_TOP_K and the row's size.
 void top_k(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k,
            int32_t* ids, float* values, void* scratch);
 
-// Set the logits of row rows[i] whose bit in masks[i] is 0 to minus infinity. masks: [num_rows, ceil(size / 32)].
-void keep_allowed(Team& team, float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
-                  const int32_t* masks);
-
-// The same, and the highest of the logits that are left in each of these rows: ids, values [num_rows].
-void argmax_allowed(Team& team, float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t size,
-                    const int32_t* masks, int32_t* ids, float* values, void* scratch);
+// Set the logits of row rows[i] whose bit in masks[i] is 0 to minus infinity, and find the highest logit of each row
+// before and after that. rows: [num_masks], ascending; masks: [num_masks, ceil(size / 32)]. ids, values [num_rows]: the
+// highest logit that is left; unmasked [num_rows]: the highest one before.
+void argmax_allowed(Team& team, float* logits, int64_t stride, int64_t num_rows, int64_t size, const int64_t* rows,
+                    int64_t num_masks, const int32_t* masks, int64_t* ids, float* values, float* unmasked,
+                    void* scratch);
 
 // ---- integers whose order is that of the logits
 
@@ -44,6 +43,14 @@ inline Ints order_key(Floats x) {
   std::memcpy(&word, &x, sizeof word);
   Ints negative = word >> 31, magnitude = word & 0x7fffffff, nan = (0x7f800000 - magnitude) >> 31;  // all ones, or 0
   return (((magnitude ^ negative) - negative) & ~nan) | (nan & 0x7fffffff);
+}
+
+// A number with this key: NaN and 0 stand for all that have theirs.
+inline float number_of(int32_t key) {
+  uint32_t word = key < 0 ? 0x80000000u - uint32_t(key) : uint32_t(key);
+  float x;
+  std::memcpy(&x, &word, sizeof x);
+  return x;
 }
 
 }  // namespace eagleray
