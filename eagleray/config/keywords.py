@@ -19,7 +19,7 @@ class EngineKeywords(TypedDict, total=False):
     skip_tokenizer_init: bool | None
     served_model_name: list[str] | str | None
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] | str | None
-    quantization: Literal["fp8", "int8", "int4"] | str | None
+    quantization: Literal["fp8", "int8", "int4", "gptq", "awq", "compressed-tensors"] | str | None
     max_model_len: int | str | None
     load_format: Literal["auto", "safetensors", "dummy"] | str | None
     generation_config: str | None

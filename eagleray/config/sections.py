@@ -70,11 +70,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="Number format of weights and computation; auto takes the checkpoint's."),
     ] = "auto"
     quantization: Annotated[
-        Literal["fp8", "int8", "int4"] | None,
+        Literal["fp8", "int8", "int4", "gptq", "awq", "compressed-tensors"] | None,
         Meta(
             description="Quantize the weights of linear layers and experts when they are loaded. fp8: with a scale for "
             "each block of 128 x 128. int8, int4 (on CPUs): with a scale for 32 numbers of a row, and the head in "
-            "int8. Default: the format of the checkpoint."
+            "int8. Default: the format of the checkpoint, which fp8, gptq, awq and compressed-tensors name, too."
         ),
     ] = None
     max_model_len: Annotated[

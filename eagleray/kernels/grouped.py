@@ -24,12 +24,14 @@ class Encoding(Enum):
     """Numbers of two bits of exponent and one of mantissa, as in MXFP4."""
     INT8 = "int8"
     """Magnitudes 0 to 127."""
+    HALF_INT8 = "half_int8"
+    """Magnitudes 0.5 to 127.5: with an offset of half a scale, all 256 integers of 8 bits."""
     E4M3 = "e4m3"
     """Numbers of torch's float8_e4m3fn."""
 
     @property
     def bits(self) -> int:
-        return 8 if self in (Encoding.INT8, Encoding.E4M3) else 4
+        return 4 if self in (Encoding.INT4, Encoding.NF4, Encoding.E2M1) else 8
 
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -54,6 +56,8 @@ def value_table(encoding: Encoding) -> Tensor:
             values = torch.tensor([*E2M1_MAGNITUDES, *(-value for value in E2M1_MAGNITUDES)])
         case Encoding.INT8:
             values = torch.arange(128)
+        case Encoding.HALF_INT8:
+            values = torch.arange(128) + 0.5
         case Encoding.E4M3:
             values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn)
     return values.to(torch.bfloat16)
@@ -81,10 +85,10 @@ class GroupedWeight:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weights [rows, columns], rounded once, to `dtype`."""
-        table = value_table(self.encoding).float()
+        table = value_table(self.encoding).to(self.codes.device).float()
         if self.encoding.bits == 8:
             table = torch.cat((table, -table))
-        numbers = table[self.codes.int()].unflatten(1, (-1, self.group_size))
+        numbers = table.index_select(0, self.codes.flatten().int()).view(*self.scales.shape, self.group_size)
         numbers = numbers * self.scales.float()[:, :, None]
         if self.offsets is not None:
             numbers += self.offsets.float()[:, :, None]

@@ -14,6 +14,8 @@ from eagleray.errors import CheckpointError
 from eagleray.hub.needs import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 
 DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+WORDS = "I32"
+"""Dtype of words that have several numbers of few bits."""
 PACKED = "U8"
 """Dtype of encoded tensors, whose elements are not parameters themselves."""
 PREFIX = "model."
@@ -35,15 +37,16 @@ def stored_dtype(directory: Path) -> str:
     raise CheckpointError(f"{paths[0]}: there are no weights of float32, float16 or bfloat16")
 
 
-def read_headers(directory: Path) -> tuple[int, set[str]]:
-    """Return the number of parameters in all weight files, where a byte of four-bit weights counts as two, and the
-    names of the tensors. Raises `CheckpointError`."""
+def read_headers(directory: Path, *, numbers_per_word: int = 1) -> tuple[int, set[str]]:
+    """Return the number of parameters in all weight files, where a byte of four-bit weights counts as two and a word as
+    `numbers_per_word`, and the names of the tensors. Raises `CheckpointError`."""
     num_parameters, names = 0, set[str]()
+    counts = {PACKED: 2, WORDS: numbers_per_word}
     for path in weight_files(directory):
         with open_file(path) as file:
             for name in file.keys():  # noqa: SIM118
                 stored = file.get_slice(name)
-                num_parameters += math.prod(stored.get_shape()) * (2 if stored.get_dtype() == PACKED else 1)
+                num_parameters += math.prod(stored.get_shape()) * counts.get(stored.get_dtype(), 1)
                 names.add(name)
     return num_parameters, set(full_names(names))
 

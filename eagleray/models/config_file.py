@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,12 +26,16 @@ MAX_NUMBER = 1e30
 
 
 class ConfigFile:
-    """The fields of one config.json. A field that is null counts as absent. `is_changed`: some are the user's."""
+    """The fields of one config.json, or of an object in it, to which the names in `section` lead. A field that is null
+    counts as absent. `is_changed`: some are the user's."""
 
-    def __init__(self, path: Path, fields: dict[str, Any], *, is_changed: bool = False) -> None:
+    def __init__(
+        self, path: Path, fields: dict[str, Any], *, is_changed: bool = False, section: Sequence[str] = ()
+    ) -> None:
         self.path = path
         self.fields = fields
-        self._note = " with `hf_overrides`" if is_changed else ""
+        self._is_changed = is_changed
+        self._section = section
 
     @classmethod
     def read(cls, directory: Path) -> ConfigFile:
@@ -41,10 +46,21 @@ class ConfigFile:
         return cls(path, read_json_object(path))
 
     def fail(self, problem: str) -> NoReturn:
-        raise CheckpointError(f"{self.path}{self._note}: {problem}")
+        note = " with `hf_overrides`" if self._is_changed else ""
+        place = f"in `{'.'.join(self._section)}`, " if self._section else ""
+        raise CheckpointError(f"{self.path}{note}: {place}{problem}")
 
     def get(self, name: str) -> Any:
         return self.fields.get(name)
+
+    def section(self, name: str) -> ConfigFile | None:
+        """Return the fields of a field that must be an object, or None if it is absent."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self.fail(f"`{name}` must be an object, but it is {shown(value)}")
+        return ConfigFile(self.path, value, is_changed=self._is_changed, section=(*self._section, name))
 
     def integer(self, name: str, default: int | None, *, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
         """Return a field that must be an integer. Without a default the field is required."""

@@ -58,7 +58,7 @@ class GptOss(Model):
     def read_spec(config: ConfigFile) -> ModelSpec:
         if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
             config = ConfigFile(config.path, config.fields | {"rope_parameters": ROPE})
-        spec = read_common(config, "GptOssForCausalLM", GPT_OSS, quantization=QUANTIZATION)
+        spec = read_common(config, "GptOssForCausalLM", GPT_OSS, methods=[QUANTIZATION])
         has_bias = config.boolean("attention_bias", True)
         alternating = ["sliding_attention", "full_attention"]
         kinds = [alternating[layer % 2] for layer in range(spec.num_layers)]

@@ -6,22 +6,32 @@ on the model's device. Every problem is a `CheckpointError` that names the file 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagleray.errors import CheckpointError
-from eagleray.models.checkpoint_files import DTYPE_NAMES, PACKED, full_names, header_bytes, open_file, weight_files
+from eagleray.kernels.grouped import GroupedWeight
+from eagleray.kernels.quantized import LoadedWeight
+from eagleray.models.checkpoint_files import DTYPE_NAMES, PACKED
+from eagleray.models.quantized_formats.stored_tensors import MatrixPart
+from eagleray.models.quantized_tensors import (
+    ITEMSIZES,
+    QuantizedTensors,
+    columns_read_together,
+    concatenate,
+    decode,
+    kept_weight,
+)
 from eagleray.models.stored_weights import SCALES_SUFFIX, StoredWeights, WeightRules
+from eagleray.models.tensor_files import TensorFiles
 from eagleray.models.weights import Param
 
 FP8 = "F8_E4M3"
-ITEMSIZES = {"F32": 4, "F16": 2, "BF16": 2, PACKED: 1, FP8: 1}
 
 
 class CheckpointWeights(StoredWeights):
@@ -42,12 +52,12 @@ class CheckpointWeights(StoredWeights):
         super().__init__(rules)
         self._on_progress = on_progress
         with ExitStack() as stack:
-            self._paths = weight_files(directory)
-            self._files = [stack.enter_context(open_file(path)) for path in self._paths]
-            owners = {name: index for index, file in enumerate(self._files) for name in file.keys()}  # noqa: SIM118
-            self._stored_names = full_names(owners)
-            self._owners = {name: owners[stored] for name, stored in self._stored_names.items()}
-            self._bytes_read = sum(map(header_bytes, self._paths))
+            self._files = TensorFiles(directory)
+            stack.callback(self._files.close)
+            self._quantized = (
+                None if rules.stored_format is None else QuantizedTensors(rules.stored_format, self._files)
+            )
+            self._bytes_read = self._files.header_bytes
             self._total_bytes = self._bytes_read + sum(map(self._num_bytes, params))
             self._close = stack.pop_all().close
 
@@ -62,61 +72,97 @@ class CheckpointWeights(StoredWeights):
     def finish(self, names: Iterable[str], *, may_be_left: Callable[[str], bool]) -> None:
         """Report full progress when all layers are loaded. `names`: the tensors of the whole model. Raises
         `CheckpointError` if the files have other tensors for which `may_be_left` is false."""
-        left = self._owners.keys() - set(names)
+        known = frozenset(names)
+        left = self._files.names - known
         left = {name for name in left if not may_be_left(name) and not self._are_scales(name, left)}
+        if self._quantized is not None:
+            left = {name for name in left if not self._quantized.belongs_to_weight(name, known)}
         if left:
             first = sorted(left)[:3]
-            paths = ", ".join(sorted({str(self._paths[self._owners[name]]) for name in left}))
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise CheckpointError(
-                f"{paths}: the model that config.json describes has no place for {', '.join(first)}{more}; "
-                "config.json and the weights do not belong together, or this variant of the model is not supported"
+                f"{self._files.paths(left)}: the model that config.json describes has no place for "
+                f"{', '.join(first)}{more}; config.json and the weights do not belong together, or this variant of the "
+                "model is not supported"
             )
         if self._on_progress is not None:
             self._on_progress(self._total_bytes, self._total_bytes)
 
-    def _are_scales(self, name: str, left: set[str]) -> bool:
+    def load_weight(self, params: Sequence[Param]) -> LoadedWeight:
+        parts = [part for param in params if (part := self._quantized_part(param)) is not None]
+        if self._quantized is None or len(parts) < len(params) or not self._keeps_format:
+            return super().load_weight(params)
+        loaded = [self._read_quantized(part) for part in parts]
+        whole = concatenate(loaded)
+        if whole is not None and (kept := kept_weight(whole, self.rules.device)) is not None:
+            return kept
+        self._warn_of_groups(parts[0], loaded[0])
+        return torch.cat([part.dequantize(self.rules.dtype) for part in loaded]).to(self.rules.device)
+
+    @property
+    def _keeps_format(self) -> bool:
+        return self._quantized is not None and self._quantized.format.kept_as in self.rules.kept_formats
+
+    def _quantized_part(self, param: Param) -> MatrixPart | None:
+        """Return this rank's part of a weight, or None if it is not stored in the checkpoint's quantized format."""
+        return None if self._quantized is None else self._quantized.part_of(param)
+
+    def _read_quantized(self, part: MatrixPart) -> GroupedWeight:
+        assert self._quantized is not None
+        weight = self._quantized.read(part)
+        self._count_bytes(self._quantized.num_bytes(part))
+        return weight
+
+    def _warn_of_groups(self, part: MatrixPart, weight: GroupedWeight) -> None:
+        self._warn_once(
+            "%s.weight and others are decoded, so they take more memory than in the checkpoint: this worker's columns "
+            "%d to %d have groups of %d, and products read groups of a multiple of %d columns; a cut of the columns "
+            "must be between groups, and inputs must not be ordered by activation",
+            part.module,
+            part.columns.start,
+            part.columns.stop - 1,
+            weight.group_size,
+            columns_read_together(weight.encoding),
+        )
+
+    def _are_scales(self, name: str, left: Set[str]) -> bool:
         """Whether these are the scales of a tensor in FP8 that is not left over itself."""
         weight = name.removesuffix(SCALES_SUFFIX)
-        return weight != name and weight not in left and self._kind(weight) == FP8 and self.rules.fp8_block is not None
+        is_fp8 = self._files.kind(weight) == FP8 and self.rules.fp8_block is not None
+        return weight != name and weight not in left and is_fp8
 
     def _check(self, param: Param, dtype: torch.dtype) -> None:
-        name, shape = param.name, param.shape
-        if name not in self._owners:
-            searched = ", ".join(map(str, self._paths))
-            raise CheckpointError(f"tensor {name!r} of shape {list(shape)} is missing; searched in {searched}")
-        index = self._owners[name]
-        path, stored = self._paths[index], self._slice(name)
-        kind = stored.get_dtype()
-        expected = (PACKED,) if dtype == torch.uint8 else tuple(DTYPE_NAMES)
-        if kind not in expected and not self._is_fp8(param):
-            supported = ", ".join(expected)
-            raise CheckpointError(f"{path}: tensor {name!r} is stored as {kind}; supported are {supported}")
-        if (found := tuple(stored.get_shape())) != shape:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} has the shape {list(found)}, but config.json implies {list(shape)}"
-            )
-
-    def _kind(self, name: str) -> str:
-        """Return the dtype of a tensor in its file, or "" if it is missing."""
-        return str(self._slice(name).get_dtype()) if name in self._owners else ""
-
-    def _slice(self, name: str) -> Any:
-        return self._files[self._owners[name]].get_slice(self._stored_names[name])
+        if self._quantized_part(param) is not None:
+            return  # the format checks it
+        if self._quantized is not None and param.name not in self._files.names:
+            raise self._files.missing(param.name, param.shape, other=self._quantized.weight_name(param))
+        kinds = (PACKED,) if dtype == torch.uint8 else tuple(DTYPE_NAMES)
+        self._files.check(param.name, (*kinds, FP8) if self._is_fp8(param) else kinds, param.shape)
 
     def _is_fp8(self, param: Param) -> bool:
-        return self.rules.can_be_fp8(param) and self._kind(param.name) == FP8
+        return self.rules.can_be_fp8(param) and self._files.kind(param.name) == FP8
+
+    def _copy(self, param: Param, out: Tensor) -> None:
+        if (part := self._quantized_part(param)) is None:
+            super()._copy(param, out)
+        else:
+            decode(self._read_quantized(part), out)
 
     def _read(self, param: Param) -> Tensor:
-        stored = self._slice(param.name)
+        stored = self._files.slice_of(param.name)
         part: Tensor = stored[:] if param.shard is None else param.shard.of(stored)
+        self._count_bytes(part.numel() * part.itemsize)
+        return part
+
+    def _count_bytes(self, num_bytes: int) -> None:
         with self.lock:
-            self._bytes_read += part.numel() * part.itemsize
+            self._bytes_read += num_bytes
             if self._on_progress is not None:
                 self._on_progress(self._bytes_read, self._total_bytes)
-        return part
 
     def _num_bytes(self, param: Param) -> int:
         """Return the bytes that this rank reads of a tensor, with its scales; 0 if it is missing."""
+        if self._quantized is not None and (part := self._quantized_part(param)) is not None:
+            return self._quantized.num_bytes(part)
         of_scales = self._num_bytes(self.rules.scales_of(param)) if self._is_fp8(param) else 0
-        return param.local_size * ITEMSIZES.get(self._kind(param.name), 0) + of_scales
+        return param.local_size * ITEMSIZES.get(self._files.kind(param.name), 0) + of_scales

@@ -25,6 +25,23 @@ def formats_by_role(spec: ModelSpec, wanted: WeightFormat) -> dict[WeightRole, W
     return {WeightRole.FEED_FORWARD: wanted, WeightRole.ATTENTION: attention, WeightRole.HEAD: head}
 
 
+def stored_as(spec: ModelSpec) -> WeightFormat | None:
+    """Return the format of a checkpoint's weights, of which a backend may keep the numbers; None: they are plain."""
+    if spec.stored_format is not None:
+        return spec.stored_format.kept_as
+    if spec.fp8_block is not None:
+        return WeightFormat.FP8
+    return WeightFormat.MXFP4 if spec.is_mxfp4 else None
+
+
+def dummy_quantizers(spec: ModelSpec, kernels: KernelBackend) -> Quantizers:
+    """Return the functions that quantize random weights as those of a quantized checkpoint are, about: the sizes of
+    groups may be others."""
+    if spec.stored_format is None or (kept := spec.stored_format.kept_as) not in kernels.kept_formats:
+        return {}
+    return dict.fromkeys((WeightRole.FEED_FORWARD, WeightRole.ATTENTION), kernels.quantizer(kept))
+
+
 def quantizers(spec: ModelSpec, kernels: KernelBackend, wanted: WeightFormat | None) -> Quantizers:
     """Return the functions that quantize a model to `wanted`; None: its weights are kept."""
     if wanted is None:

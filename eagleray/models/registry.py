@@ -18,6 +18,7 @@ from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.choose import AttentionBackend, ModelTraits, choose_backend
 from eagleray.kernels.expert_trace import MAX_TRACED_EXPERTS
 from eagleray.kernels.quantized import WeightFormat
+from eagleray.log import get_logger
 from eagleray.models.base import FAMILIES, Model
 from eagleray.models.checkpoint_files import read_headers, stored_dtype
 from eagleray.models.config_file import ConfigFile
@@ -26,13 +27,16 @@ from eagleray.models.loading import CheckpointWeights
 from eagleray.models.moe.layout import ExpertLayout, ExpertOptions
 from eagleray.models.moe.rebalance import Rebalancer
 from eagleray.models.part import ModelPart
-from eagleray.models.quantization import quantizers
+from eagleray.models.quantization import dummy_quantizers, quantizers, stored_as
+from eagleray.models.quantized_formats.stored_format import StoredFormat
 from eagleray.models.sharding import check_experts, check_fits
 from eagleray.models.size import num_parameters, weight_bytes
 from eagleray.models.spec import ModelSpec
 from eagleray.models.stored_weights import WeightRules
 from eagleray.models.weights import Weights
 from eagleray.parallel.groups import Groups
+
+logger = get_logger(__name__)
 
 MODULES = {
     "DeepseekV2ForCausalLM": "deepseek",
@@ -79,7 +83,7 @@ def load_model(
     total_memory: int | None = None,
     wait_for_memory: Callable[[int], None] | None = None,
     attention_backend: AttentionBackend = "auto",
-    quantization: Literal["fp8", "int8", "int4"] | None = None,
+    quantization: Literal["fp8", "int8", "int4", "gptq", "awq", "compressed-tensors"] | None = None,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     pooling: PoolingSpec | None = None,
 ) -> Model:
@@ -114,16 +118,17 @@ def load_model(
         has_fp8_cache=kv_cache_dtype == "fp8",
     )
     kernels = choose_backend(device, traits, attention_backend)
-    online = None if quantization is None else WeightFormat(quantization)
+    online = _online_format(config, spec, quantization)
     if online is not None:
         _check_quantization(config, spec, kernels, online, kind, device)
     if kv_cache_dtype == "fp8":
         _check_fp8_cache(spec, kernels, device)
-    keeps_fp8 = spec.fp8_block is not None and WeightFormat.FP8 in kernels.kept_formats
-    has_fp8 = online is WeightFormat.FP8 or keeps_fp8
+    stored = stored_as(spec)
+    keeps_stored = stored in kernels.kept_formats
+    kept = stored if keeps_stored else online
+    if spec.stored_format is not None and groups.mesh.rank == 0:
+        _log_format(spec.stored_format, kind, is_kept=keeps_stored)
     if total_memory is not None:
-        keeps_mxfp4 = spec.is_mxfp4 and WeightFormat.MXFP4 in kernels.kept_formats
-        kept = WeightFormat.FP8 if keeps_fp8 else WeightFormat.MXFP4 if keeps_mxfp4 else online
         smaller = [] if kept is not None else _online_formats(spec, kernels)
         needed = _check_memory(config, spec, kind, groups, total_memory, kept, smaller=smaller)
         if wait_for_memory is not None:
@@ -136,6 +141,7 @@ def load_model(
         dtype=kind,
         device=device,
         fp8_block=spec.fp8_block,
+        stored_format=spec.stored_format,
         kept_formats=kernels.kept_formats,
         takes_parts=kernels.takes_parts,
         quantizers=by_role,
@@ -152,8 +158,8 @@ def load_model(
             dtype=kind,
             device=device,
             seed=seed or 0,
-            has_fp8=has_fp8,
-            quantizers=by_role,
+            has_fp8=kept is WeightFormat.FP8,
+            quantizers=by_role or dummy_quantizers(spec, kernels),
         )
 
     def open_weights() -> AbstractContextManager[Weights]:
@@ -165,9 +171,9 @@ def load_model(
         return nullcontext(make_dummy()) if load_format == "dummy" else open_checkpoint()
 
     def open_any_weights() -> AbstractContextManager[Weights]:
-        # The blocks of stored FP8 weights have sizes of their own.
-        is_stored_fp8 = load_format != "dummy" and spec.fp8_block is not None and has_fp8
-        return open_checkpoint() if is_stored_fp8 else nullcontext(make_dummy())
+        # The groups and blocks of stored weights have sizes of their own.
+        has_own_groups = load_format != "dummy" and keeps_stored and not spec.is_mxfp4
+        return open_checkpoint() if has_own_groups else nullcontext(make_dummy())
 
     if load_format == "dummy":
         dummy = make_dummy()
@@ -243,7 +249,8 @@ def _check_stored(config: ConfigFile, spec: ModelSpec, directory: Path) -> None:
     A tensor that is missing or has another shape is reported when it is read.
     """
     described = num_parameters(spec)
-    stored, names = read_headers(directory)
+    numbers_per_word = 1 if spec.stored_format is None else spec.stored_format.numbers_per_word
+    stored, names = read_headers(directory, numbers_per_word=numbers_per_word)
     last = f"model.layers.{spec.num_layers - 1}."
     if not any(name.startswith(last) for name in names):
         config.fail(
@@ -284,9 +291,49 @@ def _check_memory(
     return needed
 
 
+def _log_format(stored: StoredFormat, dtype: torch.dtype, *, is_kept: bool) -> None:
+    """Log how the numbers of a quantized checkpoint are used, if they are not used as config.json says."""
+    if stored.has_quantized_inputs:
+        logger.info(
+            "the checkpoint (%s) is made for activations of 8 bits, but only its weights are used so: activations stay "
+            "in %s, and their scales are ignored",
+            stored.method,
+            _name(dtype),
+        )
+    if not is_kept:
+        logger.warning(
+            "the weights (%s) are decoded to %s and take more memory than in the checkpoint, because products of %s on "
+            "this device do not read them; CPUs read all of them with `dtype` bfloat16, NVIDIA GPUs those of FP8",
+            stored.method,
+            _name(dtype),
+            _name(dtype),
+        )
+
+
+def _online_format(config: ConfigFile, spec: ModelSpec, quantization: str | None) -> WeightFormat | None:
+    """Return the format that plain weights are to be quantized to. Raises `ConfigError` if the checkpoint has another
+    format than `quantization` names."""
+    stored = None if spec.stored_format is None else spec.stored_format.method
+    if quantization is None or quantization == stored:
+        return None
+    if stored is not None:
+        raise ConfigError(
+            f"option `quantization`: {quantization} is not the format of the checkpoint: {config.path} says that its "
+            f"weights are stored as {stored}, which is kept; drop it or take {stored}"
+        )
+    if quantization not in tuple(WeightFormat):
+        raise ConfigError(
+            f"option `quantization`: {quantization} is a format of checkpoints, but {config.path} does not describe "
+            "one; drop it, or take fp8, int8 or int4 to quantize the weights when they are loaded"
+        )
+    return WeightFormat(quantization)
+
+
 def _online_formats(spec: ModelSpec, kernels: KernelBackend) -> list[WeightFormat]:
     """Return the formats that plain weights can be quantized to when they are loaded."""
-    return [] if spec.is_mxfp4 else sorted(kernels.kept_formats - {WeightFormat.MXFP4})
+    if spec.is_mxfp4 or spec.stored_format is not None:
+        return []
+    return sorted(kernels.kept_formats - {WeightFormat.MXFP4})
 
 
 def _check_quantization(

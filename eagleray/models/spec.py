@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagleray.config.json_files import shown
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
 from eagleray.kernels.rope_spec import RopeSpec
 from eagleray.models.config_file import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB_SIZE, ConfigFile
+from eagleray.models.quantized_formats.choose import METHODS, Fp8Blocks, read_quantization
+from eagleray.models.quantized_formats.stored_format import StoredFormat
 from eagleray.models.rope_config import check_head_dim, read_rope, scaled_max_positions
 
 
@@ -100,7 +103,9 @@ class ModelSpec:
     has_sinks: bool = False
     """Whether every head has a sink, see `kernels.params.AttentionParams`."""
     fp8_block: tuple[int, int] | None = None
-    """Rows and columns that share a scale in a checkpoint of FP8 weights."""
+    """Rows and columns that share a scale in a checkpoint of FP8 weights with a scale for each block."""
+    stored_format: StoredFormat | None = None
+    """The format of the weights of a checkpoint that is quantized in another way; None also for MXFP4."""
     num_draft_layers: int = 0
     """Layers in the checkpoint after the last one, which predict further tokens. They are not loaded."""
     pools: bool = False
@@ -144,10 +149,12 @@ class Defaults:
     rope_theta: float = 10_000.0
 
 
-def read_common(config: ConfigFile, architecture: str, defaults: Defaults, *, quantization: str = "fp8") -> ModelSpec:
+def read_common(
+    config: ConfigFile, architecture: str, defaults: Defaults, *, methods: Sequence[str] = tuple(METHODS)
+) -> ModelSpec:
     """Read the fields that all families have; a family then replaces some. Raises `CheckpointError`.
 
-    `quantization`: the quantization method that the family supports.
+    `methods`: the quantization methods that the family supports.
     """
     if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
         config.fail(f"`hidden_act` {shown(activation)} is not supported; supported is silu")
@@ -163,6 +170,7 @@ def read_common(config: ConfigFile, architecture: str, defaults: Defaults, *, qu
     num_layers = config.integer("num_hidden_layers", defaults.num_layers, maximum=MAX_LAYERS)
     head_dim = _head_dim(config, defaults, hidden_size, num_heads)
     check_head_dim(config, rope, head_dim)
+    quantization = read_quantization(config, methods)
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.integer("vocab_size", defaults.vocab_size, maximum=MAX_VOCAB_SIZE),
@@ -178,7 +186,8 @@ def read_common(config: ConfigFile, architecture: str, defaults: Defaults, *, qu
         max_model_len=max_model_len,
         dtype=_dtype(config),
         windows=(None,) * num_layers,
-        fp8_block=_fp8_block(config, quantization),
+        fp8_block=quantization.block if isinstance(quantization, Fp8Blocks) else None,
+        stored_format=None if isinstance(quantization, Fp8Blocks) else quantization,
     )
 
 
@@ -215,28 +224,6 @@ def layer_windows(
         if kind == "sliding_attention" and window is None:
             config.fail("`layer_types` names sliding_attention, but no window, or `use_sliding_window` is not set")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _fp8_block(config: ConfigFile, supported: str) -> tuple[int, int] | None:
-    """Return the block that shares a scale in FP8 weights, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3), or None
-    if weights are plain numbers or quantized by another supported method."""
-    fields = config.get("quantization_config")
-    if fields is None:
-        return None
-    method = fields.get("quant_method") if isinstance(fields, dict) else fields
-    if method != supported or not isinstance(fields, dict):
-        config.fail(
-            f"`quantization_config` says {shown(method)}; quantized checkpoints of this architecture are not "
-            f"supported, but for {supported}; float32, float16 and bfloat16 weights are"
-        )
-    if method != "fp8":
-        return None
-    if (scheme := fields.get("activation_scheme", "dynamic")) != "dynamic":
-        config.fail(f"`activation_scheme` {shown(scheme)} is not supported; supported is dynamic")
-    block = fields.get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
-        config.fail(f"`weight_block_size` must be two sizes, [rows, columns], for fp8, but it is {shown(block)}")
-    return block[0], block[1]
 
 
 def _num_kv_heads(config: ConfigFile, defaults: Defaults, num_heads: int) -> int:

@@ -22,6 +22,7 @@ from eagleray.kernels.quantized import (
     group_scales,
 )
 from eagleray.log import get_logger
+from eagleray.models.quantized_formats.stored_format import StoredFormat
 from eagleray.models.weights import Cut, Param, Quantizers, WeightRole
 
 logger = get_logger(__name__)
@@ -38,7 +39,9 @@ class WeightRules:
     """The model's dtype."""
     device: torch.device
     fp8_block: tuple[int, int] | None = None
-    """See `ModelSpec`; without it, weights in FP8 are refused."""
+    """See `ModelSpec`; without it, weights in FP8 with a scale for each block are refused."""
+    stored_format: StoredFormat | None = None
+    """See `ModelSpec`."""
     kept_formats: frozenset[WeightFormat] = frozenset()
     """See `KernelBackend`."""
     takes_parts: bool = False
@@ -112,12 +115,8 @@ class StoredWeights(ABC):
         return is_one_block or (columns.start % size == 0 and size % FP8_COLUMNS == 0)
 
     def _warn_of_decoding(self, name: str, columns: range) -> None:
-        with self.lock:
-            if self._has_warned:
-                return
-            self._has_warned = True
         assert self.rules.fp8_block is not None
-        logger.warning(
+        self._warn_once(
             "%s and others are decoded and take twice the memory of FP8: columns %d to %d, this worker's, have scales "
             "for each %d columns; FP8 is kept only if a worker's columns begin with a block, and blocks have a "
             "multiple of %d columns",
@@ -127,6 +126,13 @@ class StoredWeights(ABC):
             self.rules.fp8_block[1],
             FP8_COLUMNS,
         )
+
+    def _warn_once(self, message: str, *args: object) -> None:
+        with self.lock:
+            if self._has_warned:
+                return
+            self._has_warned = True
+        logger.warning(message, *args)
 
     def _load_fp8(self, params: Sequence[Param], columns: range) -> Fp8Weight:
         """Load weights in FP8 as they are stored. Where parts of blocks of rows are next to each other, blocks of fewer

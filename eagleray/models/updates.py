@@ -10,6 +10,7 @@ from weakref import ReferenceType
 
 from torch import Tensor
 
+from eagleray.errors import WeightsMismatch
 from eagleray.kernels.cpu.huge_pages import WeightChunk
 from eagleray.models.layers.layer import WeightGroup
 from eagleray.models.part import ModelPart
@@ -64,6 +65,7 @@ class ModelUpdates:
 
     def start(self, *, in_place: bool) -> WeightUpdate:
         """See `Model.start_update`."""
+        self._check_format()
         assert not self._is_open, "an update is open"
         self.forget()
         self._has_replaced = self.has_replaced
@@ -72,6 +74,7 @@ class ModelUpdates:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """See `Model.load_weights`."""
+        self._check_format()
         if self._open is not None and self._open.is_open:
             return self._open.add(weights)
         self._loading = self._loading or self._make()
@@ -100,6 +103,14 @@ class ModelUpdates:
     @property
     def _is_open(self) -> bool:
         return self._open is not None and self._open.is_open
+
+    def _check_format(self) -> None:
+        """Raise `WeightsMismatch` if the weights have a format in which no trainer has them."""
+        if (stored := self._part.spec.stored_format) is not None:
+            raise WeightsMismatch(
+                f"the model's weights are stored as {stored.method}, and such weights cannot be updated; start the "
+                "instance with a checkpoint of plain weights, or of FP8 weights with a scale for each block"
+            )
 
     def _make(self, *, in_place: bool = False, mirrors: bool = False) -> WeightUpdate:
         self._names = self._names or self._find_names()

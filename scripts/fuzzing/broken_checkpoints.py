@@ -151,6 +151,14 @@ DAMAGES: dict[str, Damage] = {
     "config-nested": content("config.json", lambda data: b'{"a":' * DEEP + b"1" + b"}" * DEEP),
     "config-nested-lists": content("config.json", lambda data: b"[" * DEEP + b"]" * DEEP),
     "config-field-nested": config(quantization_config=nested(DEEP, '{"a":', "}")),
+    "quantization-bits-2e40": config(quantization_config={"quant_method": "gptq", "bits": 2**40, "group_size": 128}),
+    "quantization-group-a-list": config(quantization_config={"quant_method": "awq", "group_size": [128] * 1000}),
+    "quantization-schemes-1e5": config(
+        quantization_config={
+            "quant_method": "compressed-tensors",
+            "config_groups": {str(number): {"weights": number} for number in range(100_000)},
+        }
+    ),
     "config-empty": content("config.json", lambda data: b""),
     "config-null": content("config.json", lambda data: b"null"),
     "config-half": content("config.json", lambda data: data[: len(data) // 2]),

@@ -108,7 +108,7 @@ def test_read_spec_yarn_scales_the_softmax():
         (3, {"qk_rope_head_dim": 7}, "`qk_rope_head_dim` must be even, to be rotated, but it is 7"),
         (
             3,
-            {"quantization_config": {"quant_method": "gptq"}},
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
             "not supported, but for fp8",
         ),
         (3, {"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported; supported is silu"),

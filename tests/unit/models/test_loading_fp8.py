@@ -235,11 +235,12 @@ def test_load_model_wrong_scales_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"quant_method": "fp8"}, "`weight_block_size` must be two sizes"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "`weight_block_size` must be two sizes"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "`weight_block_size` must be two sizes"),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, "`activation_scheme` 'static' is not supported"),
-        ({"quant_method": "awq"}, "says 'awq'; .* not supported, but for fp8"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
+            "`activation_scheme` 'static' is not supported",
+        ),
         ({"quant_method": "mxfp4"}, "says 'mxfp4'; .* not supported, but for fp8"),
         ({}, "says None; .* not supported, but for fp8"),
         ({"bits": 4}, "says None; .* not supported, but for fp8"),

@@ -125,7 +125,7 @@ def test_read_spec_moe_layers_by_step_and_exceptions():
     [
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported; supported is silu"),
         (
-            {"quantization_config": {"quant_method": "gptq"}},
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
             "not supported, but for fp8",
         ),
         ({"hidden_size": "64"}, "`hidden_size` must be an integer of at least 1, but it is '64'"),
