@@ -10,6 +10,7 @@ from weakref import ReferenceType
 
 from torch import Tensor
 
+from eagleray.errors import WeightsMismatch
 from eagleray.kernels.cpu.huge_pages import WeightChunk
 from eagleray.models.layers.layer import WeightGroup
 from eagleray.models.part import ModelPart
@@ -31,6 +32,8 @@ class ModelUpdates:
     ) -> None:
         self.kept_fp8: frozenset[str] = frozenset()
         """See `StoredWeights`."""
+        self.refusal = ""
+        """Reason why the weights cannot be replaced; empty if they can."""
         self.num_loads = 0
         """Number of calls of `load` that replaced weights without an update."""
         self._has_replaced = False
@@ -64,6 +67,7 @@ class ModelUpdates:
 
     def start(self, *, in_place: bool) -> WeightUpdate:
         """See `Model.start_update`."""
+        self._check_allowed()
         assert not self._is_open, "an update is open"
         self.forget()
         self._has_replaced = self.has_replaced
@@ -72,6 +76,7 @@ class ModelUpdates:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """See `Model.load_weights`."""
+        self._check_allowed()
         if self._open is not None and self._open.is_open:
             return self._open.add(weights)
         self._loading = self._loading or self._make()
@@ -96,6 +101,10 @@ class ModelUpdates:
             self.forget()
             self._has_replaced = self.has_replaced
             self._open = self._staging = None
+
+    def _check_allowed(self) -> None:
+        if self.refusal:
+            raise WeightsMismatch(self.refusal)
 
     @property
     def _is_open(self) -> bool:
