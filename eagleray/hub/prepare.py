@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from eagleray.config.json_files import shown
+from eagleray.config.resolve import served_names
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import CheckpointError
 from eagleray.hub.cache import COMMIT, DEFAULT_REVISION, REVISION, CachedRepo, is_hub_id, is_offline
@@ -161,10 +162,12 @@ def _with_own_tokenizer(model: ModelConfig) -> ModelConfig:
 
 
 def _with_gguf_paths(model: ModelConfig) -> ModelConfig:
-    """Name GGUF files by their absolute paths."""
-    names = {"model": model.model, "tokenizer": model.tokenizer}
-    found = {option: find_gguf(name) for option, name in names.items() if name is not None}
-    return msgspec.structs.replace(model, **{option: str(path) for option, path in found.items() if path is not None})
+    """Name GGUF files by their absolute paths. The model keeps the name that was given in the API."""
+    if model.tokenizer is not None and (path := find_gguf(model.tokenizer)) is not None:
+        model = msgspec.structs.replace(model, tokenizer=str(path))
+    if model.model is not None and (path := find_gguf(model.model)) is not None:
+        model = msgspec.structs.replace(model, served_model_name=served_names(model), model=str(path))
+    return model
 
 
 def _checkpoint_needs(model: ModelConfig) -> NeededFiles:
