@@ -16,8 +16,12 @@ from tokenizers import Tokenizer
 Array = npt.NDArray[Any]
 
 ARCHITECTURES = {
-    **{"llama": "llama", "mistral": "llama", "mixtral": "llama"},
-    **{"qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"},
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
 }
 ENDS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 MODULES = {
@@ -56,14 +60,14 @@ def write_gguf(
     for name, value in header.items():
         _add(writer, name.replace("{arch}", architecture), value)
     numbers = {}
-    for name, stored, weights in _tensors(checkpoint, config, architecture):
+    for names, stored, weights in _tensors(checkpoint, config, architecture):
         if stored in drop:
             continue
         is_plain = weights[0].ndim == 1 or "ffn_gate_inp" in stored
         chosen = next((other for part, other in (kinds or {}).items() if part in stored), kind)
         data = quantize(np.stack(weights), "F32" if is_plain else chosen)
-        decoded = data.numbers
-        numbers |= {each: _unpermuted(each, part, config, architecture) for each, part in zip(name, decoded, strict=True)}
+        for name, part in zip(names, data.numbers, strict=True):
+            numbers[name] = _unpermuted(name, part, config, architecture)
         written = data.stored if "_exps" in stored else data.stored[0]
         writer.add_tensor(stored, written, raw_dtype=gguf.GGMLQuantizationType[data.kind])
     for name, array in (extra or {}).items():

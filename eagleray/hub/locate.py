@@ -1,8 +1,8 @@
 """Directories of a model's files, for a configuration that `prepare_model` has pinned. Reads no network.
 
 A pinned configuration names a directory and has no revision, or it names a model by id, URL or GGUF file and has the
-commit, or the key of the copy or the file, as revision. The directory of a commit is looked up in the cache of the host that asks, because
-hosts may have their caches in different places.
+commit, or the key of the copy or the file, as revision. The directory of a commit is looked up in the cache of the host
+that asks, because hosts may have their caches in different places.
 """
 
 from __future__ import annotations

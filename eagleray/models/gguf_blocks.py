@@ -1,7 +1,7 @@
 """The blocks of quantized weights in GGUF files: integers whose groups share a scale, and an offset in some types.
 
-The types ending in `_0` and `_1` have blocks of 32 numbers. Those ending in `_K` have blocks of 256 numbers, whose groups
-have scales of a few bits, which are multiplied by the block's.
+The types ending in `_0` and `_1` have blocks of 32 numbers. Those ending in `_K` have blocks of 256 numbers, whose
+groups have scales of a few bits, which are multiplied by the block's.
 """
 
 from __future__ import annotations

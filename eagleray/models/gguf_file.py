@@ -45,8 +45,12 @@ MODULES = {
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
 PROJECTIONS = {
-    **{"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"},
-    **{"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"},
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
 }
 """The tensor of all experts' projections, by the name of one expert's."""
 COMPUTED = frozenset({"rope_freqs.weight"})
@@ -115,9 +119,8 @@ class GgufFile:
         """Raise `ConfigError` if weights are quantized, and so cannot be quantized once more."""
         kinds = {entry.kind for entry in self.entries.values()} - PLAIN.keys()
         if kinds:
-            raise ConfigError(
-                f"option `quantization`: {self.path} has quantized weights already ({', '.join(sorted(kinds))}); drop it"
-            )
+            found = ", ".join(sorted(kinds))
+            raise ConfigError(f"option `quantization`: {self.path} has quantized weights already ({found}); drop it")
 
     def smallest_format(self, kept_formats: Set[WeightFormat]) -> WeightFormat | None:
         """Return the kept format of fewest bits that any weight is loaded in; None if all become plain numbers."""
@@ -138,7 +141,9 @@ class GgufFile:
         try:
             size = self.path.stat().st_size
             if size != self._size:
-                raise CheckpointError(f"{self.path}: has {size:,} bytes, but had {self._size:,} when its header was read")
+                raise CheckpointError(
+                    f"{self.path}: has {size:,} bytes, but had {self._size:,} when its header was read"
+                )
             return torch.from_numpy(np.memmap(self.path, mode="c"))  # torch warns of memory that cannot be written
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
@@ -146,8 +151,8 @@ class GgufFile:
     def rows(self, name: str, span: range) -> slice | Tensor:
         """Return the rows of the stored tensor that are the rows `span` of a tensor of a checkpoint.
 
-        In a file of a llama, features of queries and keys that are rotated together are neighbours; in a checkpoint they
-        are half a head apart.
+        In a file of a llama, features of queries and keys that are rotated together are neighbours; in a checkpoint
+        they are half a head apart.
         """
         which = {"q_proj": 0, "k_proj": 1}.get(name.rsplit(".", 2)[-2])
         if self._permuted_heads is None or which is None:
@@ -161,4 +166,3 @@ class GgufFile:
     def left_over(self, names: Iterable[str]) -> list[str]:
         """Return the tensors of the file that are none of `names`."""
         return sorted(self.entries.keys() - {find_place(name).name for name in names} - COMPUTED)
-

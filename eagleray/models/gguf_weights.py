@@ -1,4 +1,4 @@
-"""Reads weights from a GGUF file. Quantized ones are kept in groups where the backend does so, and decoded elsewhere."""
+"""Reads weights from a GGUF file. Quantized ones are kept in groups if the backend does so, and decoded otherwise."""
 
 from __future__ import annotations
 
@@ -167,4 +167,3 @@ class GgufWeights:
             with self._lock:
                 self._bytes_read += self._num_bytes(param)
                 self._on_progress(self._bytes_read, self._total_bytes)
-

@@ -120,7 +120,7 @@ class Weights(Protocol):
         ...
 
     def load_head(self, param: Param) -> Weight:
-        """Load the weight of the head, which is a quantized one if it is stored in groups and the backend keeps these."""
+        """Load the weight of the head, a quantized one if it is stored in groups and the backend keeps these."""
         ...
 
     def quantize(self, weight: Tensor, role: WeightRole = WeightRole.FEED_FORWARD) -> Weight:

@@ -40,7 +40,9 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     Raises `CheckpointError` for an architecture, or a variant of one, that is not supported.
     """
     if (architecture := header.architecture) not in ARCHITECTURES:
-        header.fail(f"the architecture {shown(architecture)} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        header.fail(
+            f"the architecture {shown(architecture)} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
     if EMBEDDING not in header.tensors:
         header.fail(f"tensor {EMBEDDING!r} is missing")
     num_heads = _uniform(header, "attention.head_count")
@@ -122,7 +124,9 @@ def _check_heads(header: GgufHeader, head_dim: Any) -> None:
     if (of_values := header.of_model("attention.value_length", head_dim)) != head_dim:
         header.fail(f"heads with {head_dim} features of keys and {of_values} of values are not supported")
     if (rotated := header.of_model("rope.dimension_count", head_dim)) != head_dim:
-        header.fail(f"`rope.dimension_count` is {rotated}; only models that rotate the whole head, {head_dim}, are served")
+        header.fail(
+            f"`rope.dimension_count` is {rotated}; only models that rotate the whole head of {head_dim} are served"
+        )
 
 
 def _uniform(header: GgufHeader, name: str) -> Any:

@@ -26,19 +26,18 @@ def rope_scaling(header: GgufHeader, theta: float) -> dict[str, Any] | None:
         return None
     if header.of_model("rope.scaling.attn_factor", 1.0) != 1.0:
         header.fail("a rotary embedding with `rope.scaling.attn_factor` is not supported")
-    match kind:
-        case "linear":
-            return {"rope_type": "linear", "factor": factor}
-        case "yarn":
-            original = header.of_model("rope.scaling.original_context_length")
-            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    header.fail(f"the rope scaling {kind!r} is not supported; supported are linear, yarn and that of Llama 3")
+    if kind not in ("linear", "yarn"):
+        header.fail(f"the rope scaling {kind!r} is not supported; supported are linear, yarn and that of Llama 3")
+    original = {"original_max_position_embeddings": header.of_model("rope.scaling.original_context_length")}
+    return {"rope_type": kind, "factor": factor, **(original if kind == "yarn" else {})}
 
 
 def _llama3(header: GgufHeader, theta: float) -> dict[str, Any] | None:
     tensor = header.tensors[FREQUENCY_FACTORS]
     if tensor.kind != "F32" or len(tensor.shape) != 1:
-        header.fail(f"tensor {FREQUENCY_FACTORS!r} must be a vector of F32, but it is {tensor.kind} {list(tensor.shape)}")
+        header.fail(
+            f"tensor {FREQUENCY_FACTORS!r} must be a vector of F32, but it is {tensor.kind} {list(tensor.shape)}"
+        )
     stored = np.fromfile(header.path, np.float32, count=tensor.shape[0], offset=tensor.offset)
     factor = float(stored.max())
     if factor == 1.0 == float(stored.min()):
@@ -49,8 +48,8 @@ def _llama3(header: GgufHeader, theta: float) -> dict[str, Any] | None:
 
 
 def llama3_factors(theta: float, factor: float, count: int) -> npt.NDArray[np.float32]:
-    """Return the numbers by which the frequencies of Llama 3 are divided: 1 for short waves, `factor` for long ones, and
-    for those between a blend of the frequencies."""
+    """Return the numbers by which the frequencies of Llama 3 are divided: 1 for short waves, `factor` for long ones,
+    and for those between a blend of the frequencies."""
     low, high, original = LLAMA3_FIELDS.values()
     waves = 2 * math.pi * theta ** (np.arange(count) / count)
     blend = np.clip((original / waves - low) / (high - low), 0, 1)

@@ -29,13 +29,10 @@ class TokenType(IntEnum):
 
 def tokenizer_fields(header: GgufHeader) -> dict[str, Any]:
     """Return the fields of tokenizer.json. Raises `CheckpointError` for a kind of tokenizer that is not supported."""
-    match header.fields.get("tokenizer.ggml.model"):
-        case "gpt2":
-            return _byte_level(header)
-        case "llama":
-            return _sentence_pieces(header)
-        case kind:
-            header.fail(f"the tokenizer {shown(kind)} is not supported; supported are gpt2 and llama; {ADVICE}")
+    kind = header.fields.get("tokenizer.ggml.model")
+    if kind not in KINDS:
+        header.fail(f"the tokenizer {shown(kind)} is not supported; supported are {' and '.join(KINDS)}; {ADVICE}")
+    return KINDS[kind](header)
 
 
 def tokenizer_config_fields(header: GgufHeader) -> dict[str, Any]:
@@ -82,9 +79,7 @@ def _sentence_pieces(header: GgufHeader) -> dict[str, Any]:
     types = _types(header, len(tokens))
     scores = header.numbers("tokenizer.ggml.scores", len(tokens))
     pieces = {
-        token: score
-        for token, kind, score in zip(tokens, types, scores, strict=True)
-        if kind == TokenType.NORMAL
+        token: score for token, kind, score in zip(tokens, types, scores, strict=True) if kind == TokenType.NORMAL
     }
     has_prefix = header.fields.get("tokenizer.ggml.add_space_prefix", True)
     prefix = [{"type": "Prepend", "prepend": SPACE}] if has_prefix else []
@@ -105,6 +100,10 @@ def _sentence_pieces(header: GgufHeader) -> dict[str, Any]:
             "byte_fallback": TokenType.BYTE in types,
         },
     )
+
+
+KINDS = {"gpt2": _byte_level, "llama": _sentence_pieces}
+"""The kinds of tokenizers that are read, by the field `tokenizer.ggml.model`."""
 
 
 def _tokenizer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -160,7 +161,7 @@ def sentence_pieces(text: str, pieces: dict[str, float], ids: dict[str, int]) ->
     """Return the tokens of SentencePiece's BPE: of all neighbours those of the highest score are merged first."""
     symbols = list(SPACE + text.replace(" ", SPACE))
     while True:
-        pairs = [(pieces.get(a + b, -np.inf), -i) for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False))]
+        pairs = [(pieces.get(a + b, -np.inf), -i) for i, (a, b) in enumerate(itertools.pairwise(symbols))]
         if not pairs or (best := max(pairs))[0] == -np.inf:
             break
         place = -best[1]
@@ -210,7 +211,9 @@ def test_tokenizer_of_sentence_pieces_merges_by_their_scores(file, plain):
 def test_pre_tokenizers_divide_a_text_as_their_families_do(name, pieces):
     fields = {"type": "BPE", "vocab": {}, "merges": []}
     pre = PRE_TOKENIZERS[name].pre_tokenizer
-    backend = Backend.from_str(json.dumps({"version": "1.0", "added_tokens": [], "pre_tokenizer": pre, "model": fields}))
+    backend = Backend.from_str(
+        json.dumps({"version": "1.0", "added_tokens": [], "pre_tokenizer": pre, "model": fields})
+    )
     found = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("It'S 12345 (ab)\n\n   AbcD.")]
     assert found == [piece.replace("\n", "Ċ") for piece in pieces]
 
@@ -220,7 +223,7 @@ def test_pre_tokenizers_divide_a_text_as_their_families_do(name, pieces):
     [
         ({"general.architecture": "gemma2"}, "'gemma2' is not supported; supported are llama, qwen2, qwen3, qwen3moe"),
         ({"llama.block_count": None}, "the header lacks the field of which `num_hidden_layers` is made"),
-        ({"llama.rope.dimension_count": 8}, "only models that rotate the whole head, 16, are served"),
+        ({"llama.rope.dimension_count": 8}, "only models that rotate the whole head of 16 are served"),
         ({"llama.attention.value_length": 32}, "16 features of keys and 32 of values"),
         ({"llama.attention.head_count_kv": [2, 1]}, "`attention.head_count_kv` differs between layers"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "rope scaling 'longrope' is not"),
@@ -263,7 +266,7 @@ def test_prepare_model_refuses_other_bytes_and_types(file, plain):
     with pytest.raises(CheckpointError, match=r"is not a complete GGUF file \(GGUF magic invalid\)"):
         prepared(file)
     write_gguf(plain, file, "F16", kinds={"ffn_down": "Q5_0"})
-    with pytest.raises(CheckpointError, match=r"tensor 'blk.0.ffn_down.weight' is of the type Q5_0; supported are F32,"):
+    with pytest.raises(CheckpointError, match=r"tensor 'blk.0.ffn_down.weight' is of the type Q5_0; supported are F32"):
         prepared(file)
     write_gguf(plain, file, "F16", drop=("token_embd.weight",))
     with pytest.raises(CheckpointError, match=r"tensor 'token_embd.weight' is missing"):
