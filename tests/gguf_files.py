@@ -148,6 +148,7 @@ def _q6_k(blocks: Array) -> Array:
 def _fields(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config["rope_parameters"]
     numbers = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -162,7 +163,10 @@ def _fields(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         "expert_count": config.get("num_experts") or config.get("num_local_experts"),
         "expert_used_count": config.get("num_experts_per_tok"),
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
-        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+        "rope.freq_base": float(rope["rope_theta"]),
+        "rope.scaling.type": rope["rope_type"] if rope.get("rope_type") in ("linear", "yarn") else None,
+        "rope.scaling.factor": rope.get("factor"),
+        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
     }
     return {f"{architecture}.{name}": number for name, number in numbers.items() if number is not None}

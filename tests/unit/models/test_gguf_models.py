@@ -39,14 +39,17 @@ WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidde
 """Sizes of which the blocks of 256 numbers are divisors."""
 EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "moe_intermediate_size": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED: dict[str, Any] = {"rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 32}
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama F32": ("llama", "F32", {"attention_bias": True, "mlp_bias": True}),
     "llama F16, tied": ("llama", "F16", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama BF16, linear rope": ("llama", "BF16", {"rope_parameters": SCALED | {"rope_type": "linear"}}),
     "llama Q4_K": ("llama", "Q4_K", WIDE),
     "mistral Q4_0, window": ("mistral", "Q4_0", {"sliding_window": 24}),
     "mixtral Q8_0": ("mixtral", "Q8_0", {}),
     "qwen2 Q4_1": ("qwen2", "Q4_1", {}),
+    "qwen3 F32, yarn": ("qwen3", "F32", {"rope_parameters": SCALED | {"rope_type": "yarn"}}),
     "qwen3 Q6_K, tied": ("qwen3", "Q6_K", WIDE | {"head_dim": 64}),
     "qwen3_moe Q8_0": ("qwen3_moe", "Q8_0", EXPERTS | {"mlp_only_layers": [1]}),
 }
