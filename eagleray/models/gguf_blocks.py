@@ -16,6 +16,8 @@ from eagleray.kernels.grouped import Encoding, GroupedWeight
 
 NIBBLE_BIAS = 8
 """Difference of a number of four bits and the integer that `Encoding.INT4` has for it."""
+FIVE_BIT_BIAS = 16
+"""Difference of a number of five bits and the integer that is kept for it, in eight bits."""
 MIN_FLOAT16, MAX_FLOAT16 = 2.0**-14, 65504.0
 """Range in which the largest scale must be, so that the rounding of scales to float16 does not matter."""
 
@@ -126,14 +128,36 @@ def _q4_1(blocks: Tensor) -> IntegerGroups:
     return IntegerGroups(_nibbles(blocks[..., 4:]).flatten(1), scales, 4, lowest + NIBBLE_BIAS * scales.float())
 
 
+def _q5_0(blocks: Tensor) -> IntegerGroups:
+    values = _with_fifth_bit(_nibbles(blocks[..., 6:]), _bits(blocks[..., 2:6]))
+    return IntegerGroups(values.flatten(1), _float16(blocks, 0), 8)
+
+
+def _q5_1(blocks: Tensor) -> IntegerGroups:
+    values = _with_fifth_bit(_nibbles(blocks[..., 8:]), _bits(blocks[..., 4:8]))
+    scales, lowest = _float16(blocks, 0), _float16(blocks, 2).float()
+    return IntegerGroups(values.flatten(1), scales, 8, lowest + FIVE_BIT_BIAS * scales.float())
+
+
 def _q4_k(blocks: Tensor) -> IntegerGroups:
-    first, second, third = blocks[..., 4:16].split(4, dim=-1)  # six bits of the first groups, then of the others
-    factors = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=-1)  # [rows, blocks, 8]
-    lowest = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=-1)
-    scales = _float16(blocks, 0).float()[..., None] * factors
-    offsets = NIBBLE_BIAS * scales - _float16(blocks, 2).float()[..., None] * lowest
+    scales, lowest = _scales_of_k(blocks)
     values = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))  # [rows, blocks, 4, 64]
-    return IntegerGroups(values.flatten(1), scales.flatten(1), 4, offsets.flatten(1))
+    return IntegerGroups(values.flatten(1), scales.flatten(1), 4, (lowest + NIBBLE_BIAS * scales).flatten(1))
+
+
+def _q5_k(blocks: Tensor) -> IntegerGroups:
+    scales, lowest = _scales_of_k(blocks)
+    fifth = torch.stack([(blocks[..., 16:48] >> bit) & 1 for bit in range(8)], dim=-2)  # [rows, blocks, 8, 32]
+    values = _with_fifth_bit(_nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).flatten(-2), fifth.flatten(-2))
+    return IntegerGroups(values.flatten(1), scales.flatten(1), 8, (lowest + FIVE_BIT_BIAS * scales).flatten(1))
+
+
+def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and the lowest numbers of groups, float32 [rows, blocks, 8]."""
+    first, second, third = blocks[..., 4:16].split(4, dim=-1)  # six bits of the first groups, then of the others
+    factors = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=-1)
+    lowest = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=-1)
+    return _float16(blocks, 0).float()[..., None] * factors, _float16(blocks, 2).float()[..., None] * -lowest.float()
 
 
 def _q6_k(blocks: Tensor) -> IntegerGroups:
@@ -157,11 +181,24 @@ def _nibbles(data: Tensor) -> Tensor:
     return torch.cat((data & 15, data >> 4), dim=-1).view(torch.int8) - NIBBLE_BIAS
 
 
+def _bits(data: Tensor) -> Tensor:
+    """Return the bits of bytes, uint8 [..., 8 * size], the lowest one of each byte first."""
+    return torch.stack([(data >> bit) & 1 for bit in range(8)], dim=-1).flatten(-2)
+
+
+def _with_fifth_bit(nibbles: Tensor, bits: Tensor) -> Tensor:
+    """Return int8 -16 to 15, of their lower four bits less `NIBBLE_BIAS`, and the fifth bit."""
+    return nibbles + ((bits << 4).view(torch.int8) + (NIBBLE_BIAS - FIVE_BIT_BIAS))
+
+
 FORMATS = {
     "Q8_0": BlockFormat(32, 34, 8, 32, _q8_0),
     "Q4_0": BlockFormat(32, 18, 4, 32, _q4_0),
     "Q4_1": BlockFormat(32, 20, 4, 32, _q4_1),
+    "Q5_0": BlockFormat(32, 22, 8, 32, _q5_0),
+    "Q5_1": BlockFormat(32, 24, 8, 32, _q5_1),
     "Q4_K": BlockFormat(256, 144, 4, 32, _q4_k),
+    "Q5_K": BlockFormat(256, 176, 8, 32, _q5_k),
     "Q6_K": BlockFormat(256, 210, 8, 16, _q6_k),
 }
 """The types that are read, by their names."""

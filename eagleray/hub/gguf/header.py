@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from eagleray.config.json_files import shown
 from eagleray.errors import CheckpointError
 
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """Types of tensors that are read."""
 PLAIN_KINDS = ("F32", "F16", "BF16")
 """Types that are numbers, not blocks of quantized ones."""

@@ -265,8 +265,8 @@ def test_prepare_model_refuses_other_bytes_and_types(file, plain):
     file.write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(CheckpointError, match=r"is not a complete GGUF file \(GGUF magic invalid\)"):
         prepared(file)
-    write_gguf(plain, file, "F16", kinds={"ffn_down": "Q5_0"})
-    with pytest.raises(CheckpointError, match=r"tensor 'blk.0.ffn_down.weight' is of the type Q5_0; supported are F32"):
+    write_gguf(plain, file, "F16", extra={"blk.0.strange": np.zeros(3)})
+    with pytest.raises(CheckpointError, match=r"tensor 'blk.0.strange' is of the type F64; supported are F32, F16"):
         prepared(file)
     write_gguf(plain, file, "F16", drop=("token_embd.weight",))
     with pytest.raises(CheckpointError, match=r"tensor 'token_embd.weight' is missing"):

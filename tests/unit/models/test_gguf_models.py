@@ -47,7 +47,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama BF16, linear rope": ("llama", "BF16", {"rope_parameters": SCALED | {"rope_type": "linear"}}),
     "llama Q4_K": ("llama", "Q4_K", WIDE),
     "mistral Q4_0, window": ("mistral", "Q4_0", {"sliding_window": 24}),
-    "mixtral Q8_0": ("mixtral", "Q8_0", {}),
+    "mixtral Q5_0": ("mixtral", "Q5_0", {}),
     "qwen2 Q4_1": ("qwen2", "Q4_1", {}),
     "qwen3 F32, yarn": ("qwen3", "F32", {"rope_parameters": SCALED | {"rope_type": "yarn"}}),
     "qwen3 Q6_K, tied": ("qwen3", "Q6_K", WIDE | {"head_dim": 64}),
