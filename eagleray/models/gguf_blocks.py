@@ -60,7 +60,7 @@ class IntegerGroups:
 def grouped_weight(parts: Sequence[IntegerGroups]) -> GroupedWeight | None:
     """Return weights, one above another, in the format that kernels read; None if that has no code for an integer.
 
-    Scales become float16, which moves a number by less than a hundredth of the distance of two integers, unless they
+    Scales and offsets become float16, which moves a number by less than 2 % of the distance of two integers, unless they
     are too large or too small for it. Parts of different bits and groups all get 8 bits and the smallest groups.
     """
     if any(bool((part.values == -128).any()) for part in parts):
