@@ -18,8 +18,6 @@ NIBBLE_BIAS = 8
 """Difference of a number of four bits and the integer that `Encoding.INT4` has for it."""
 FIVE_BIT_BIAS = 16
 """Difference of a number of five bits and the integer that is kept for it, in eight bits."""
-MIN_FLOAT16, MAX_FLOAT16 = 2.0**-14, 65504.0
-"""Range in which the largest scale must be, so that the rounding of scales to float16 does not matter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,36 +56,34 @@ class IntegerGroups:
 
 
 def grouped_weight(parts: Sequence[IntegerGroups]) -> GroupedWeight | None:
-    """Return weights, one above another, in the format that kernels read; None if that has no code for an integer.
+    """Return weights, one above another, in the format that kernels read; None if that has no code for an integer, or
+    if a scale is beyond float16.
 
-    Scales and offsets become float16, which moves a number by less than 2 % of the distance of two integers, unless they
-    are too large or too small for it. Parts of different bits and groups all get 8 bits and the smallest groups.
+    Scales and offsets become float16 in any case, so that the weights of all experts have one layout. This moves a
+    number by less than 2 % of the distance of two integers. Small scales are exact, because the product of a float16
+    number and an integer is a multiple of float16's smallest number. Parts of different bits and groups all get 8 bits
+    and the smallest groups.
     """
     if any(bool((part.values == -128).any()) for part in parts):
         return None
     bits, size = max(part.bits for part in parts), min(part.group_size for part in parts)
-    scales = torch.cat([_repeated(part.scales.float(), part.group_size // size) for part in parts])
+    scales = torch.cat([_repeated(part.scales.half(), part.group_size // size) for part in parts])
     offsets = None
     if any(part.offsets is not None for part in parts):
         offsets = torch.cat([_offsets(part, size) for part in parts])
-    if all(numbers is None or _fits_float16(numbers) for numbers in (scales, offsets)):
-        scales, offsets = scales.half(), None if offsets is None else offsets.half()
+    if not all(numbers is None or bool(numbers.isfinite().all()) for numbers in (scales, offsets)):
+        return None
     encode, encoding = (_codes4, Encoding.INT4) if bits == 4 else (_codes8, Encoding.INT8)
     return GroupedWeight(torch.cat([encode(part.values) for part in parts]), scales, encoding, offsets)
 
 
 def _offsets(part: IntegerGroups, size: int) -> Tensor:
     offsets = torch.zeros(part.scales.shape) if part.offsets is None else part.offsets
-    return _repeated(offsets, part.group_size // size)
+    return _repeated(offsets.half(), part.group_size // size)
 
 
 def _repeated(numbers: Tensor, times: int) -> Tensor:
     return numbers if times == 1 else numbers.repeat_interleave(times, dim=1)
-
-
-def _fits_float16(numbers: Tensor) -> bool:
-    largest = float(numbers.abs().max()) if numbers.numel() else 0.0
-    return largest == 0 or MIN_FLOAT16 <= largest <= MAX_FLOAT16
 
 
 def _codes4(values: Tensor) -> Tensor:

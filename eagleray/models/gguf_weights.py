@@ -85,7 +85,8 @@ class GgufWeights:
             self._on_progress(self._total_bytes, self._total_bytes)
 
     def _load_groups(self, params: Sequence[Param]) -> Weight | None:
-        """Return weights in groups; None if the backend does not keep these, or if they have no such form."""
+        """Return weights in groups; None if the backend does not keep these, or if they have no such form, which either
+        all experts of a layer must have or none."""
         if WeightFormat.INT8 not in self._rules.kept_formats:
             return None
         entries = [self._checked(param) for param in params]
@@ -101,6 +102,11 @@ class GgufWeights:
                 return None
             parts.append(cut)
         weight = grouped_weight(parts)
+        if weight is None and (place := find_place(params[0].name)).expert is not None:
+            raise CheckpointError(
+                f"{self._file.path}: tensor {place.name!r} has the integer -128, or scales beyond float16, for which "
+                "kernels of experts have no form; take a file of another type"
+            )
         if weight is not None:
             for param in params:
                 self._count(param)

@@ -175,9 +175,9 @@ def load_model(
         return nullcontext(make_dummy()) if load_format == "dummy" else open_checkpoint()
 
     def open_any_weights() -> AbstractContextManager[Weights]:
-        # The blocks of stored FP8 weights have sizes of their own.
+        # The blocks of stored FP8 weights, and the groups of a GGUF file, have sizes of their own.
         is_stored_fp8 = load_format != "dummy" and spec.fp8_block is not None and has_fp8
-        return open_checkpoint() if is_stored_fp8 else nullcontext(make_dummy())
+        return open_checkpoint() if is_stored_fp8 or gguf is not None else nullcontext(make_dummy())
 
     if load_format == "dummy":
         dummy = make_dummy()

@@ -10,7 +10,7 @@ from gguf_files import quantize
 from torch import Tensor
 
 from eagleray.kernels.grouped import Encoding
-from eagleray.models.gguf_blocks import FORMATS, IntegerGroups, grouped_weight
+from eagleray.models.gguf_blocks import FORMATS, grouped_weight
 
 ROWS, COLUMNS = 6, 512
 PLACES = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
@@ -78,14 +78,14 @@ def test_grouped_weight_with_the_integer_minus_128_has_no_code_for_it():
     torch.testing.assert_close(groups.numbers(), decoded("Q8_0", blocks))
 
 
-@pytest.mark.parametrize("largest", [1e-6, 1e6])
-def test_grouped_weight_whose_scales_do_not_fit_float16_has_float32(largest):
-    values = torch.arange(-8, 8, dtype=torch.int8).repeat(2, 4)
-    scales = torch.tensor([[0.25, 1.0], [0.5, 0.125]]) * largest
-    groups = IntegerGroups(values, scales, 4)
-    weight = grouped_weight([groups])
-    assert weight is not None and weight.scales.dtype == torch.float32
-    assert torch.equal(weight.dequantize(torch.float32), groups.numbers())
+def test_grouped_weight_of_small_scales_is_exact_and_of_large_ones_has_no_form():
+    blocks = random_blocks("Q4_K")
+    blocks[..., :4] = np.full((*blocks.shape[:2], 2), 1.2e-7, np.float16).view(np.uint8)
+    weight = grouped_weight([FORMATS["Q4_K"].split(torch.from_numpy(blocks))])
+    assert weight is not None
+    assert torch.equal(weight.dequantize(torch.float32), decoded("Q4_K", blocks))
+    blocks[0, 0, :2] = np.full(1, 60_000, np.float16).view(np.uint8)
+    assert grouped_weight([FORMATS["Q4_K"].split(torch.from_numpy(blocks))]) is None
 
 
 def test_cut_columns_on_and_off_the_borders_of_groups():

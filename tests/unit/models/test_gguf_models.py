@@ -183,6 +183,19 @@ def test_load_embedding_is_decoded_and_head_is_kept(mixed):
     assert torch.equal(plain, head.dequantize(torch.bfloat16))
 
 
+def test_load_weight_with_the_integer_minus_128_is_decoded_but_for_experts(tmp_path):
+    written = Written(tmp_path, "qwen3_moe", "Q8_0", EXPERTS)
+    file = GgufFile.find(written.directory)
+    data = np.memmap(written.path, mode="r+")
+    for name in ("blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight"):
+        data[file.entries[name].offset + 2] = 128
+    weights = GgufWeights(file, rules(kept_formats=frozenset(WeightFormat)))
+    queries = weights.load_weight(params("0.self_attn.q_proj", rows=128, columns=64))
+    assert isinstance(queries, torch.Tensor)
+    with pytest.raises(CheckpointError, match=r"tensor 'blk.0.ffn_up_exps.weight' has the integer -128"):
+        weights.load_weight(params("0.mlp.experts.0.up_proj", rows=64, columns=64))
+
+
 def test_update_of_the_weights_is_refused(mixed):
     model = load(mixed.directory)
     for change in (model.start_update, lambda: model.load_weights([])):
