@@ -164,5 +164,5 @@ class GgufFile:
         return head * 2 * half + feature % half * 2 + feature // half
 
     def left_over(self, names: Iterable[str]) -> list[str]:
-        """Return the tensors of the file that are none of `names`."""
+        """Return the tensors of the file that are not the places of `names`."""
         return sorted(self.entries.keys() - {find_place(name).name for name in names} - COMPUTED)

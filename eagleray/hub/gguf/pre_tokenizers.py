@@ -57,4 +57,4 @@ PRE_TOKENIZERS = {
     "smollm": PreTokenizer({"type": "Sequence", "pretokenizers": [_DIGITS, _byte_level(use_regex=True)]}),
     "tekken": PreTokenizer(_split(TEKKEN), ignores_merges=True, adds_bos=True),
 }
-"""By the field `tokenizer.ggml.pre`."""
+"""The supported ones, by the field `tokenizer.ggml.pre`."""

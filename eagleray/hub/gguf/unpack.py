@@ -1,6 +1,6 @@
 """The files of a checkpoint that are made of a GGUF file's header, once for each host.
 
-They are those that other checkpoints have, and `gguf.json`, which has the place of each tensor in the file.
+Other checkpoints have the same files, but for `gguf.json`, which has the place of each tensor in the GGUF file.
 """
 
 from __future__ import annotations

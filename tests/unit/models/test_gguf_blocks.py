@@ -14,7 +14,7 @@ from eagleray.models.gguf_blocks import FORMATS, grouped_weight
 
 ROWS, COLUMNS = 6, 512
 PLACES = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
-"""Places of float16 numbers in blocks, but for those that have one at the beginning."""
+"""Places of the float16 numbers in a block; other types have one at the beginning."""
 
 
 def random_blocks(kind: str, seed: int = 0) -> np.ndarray:
