@@ -19,6 +19,9 @@ from eagleray.hub.gguf.header import GgufHeader, read_header
 from eagleray.hub.gguf.tokenizer import tokenizer_config_fields, tokenizer_fields
 from eagleray.hub.needs import CONFIG_FILE, GGUF_FILE, TOKENIZER_FILE, NeededFiles
 from eagleray.hub.options import HubOptions
+from eagleray.log import get_logger
+
+logger = get_logger(__name__)
 
 TOKENIZER_CONFIG_FILE, GENERATION_FILE = "tokenizer_config.json", "generation_config.json"
 
@@ -38,6 +41,7 @@ def unpack_gguf(name: str, needs: NeededFiles, options: HubOptions, *, key: str 
     if not all((directory / each).is_file() for each in wanted):
         purpose = f"model {name!r}"
         with file_lock(directory.parent / "eagleray.lock", timeout=options.lock_timeout, purpose=purpose):
+            logger.info("reading the header of %s once, for files in %s", path, directory)
             files = _make_files(read_header(path), needs_tokenizer=needs.tokenizer)
             try:
                 _write(directory, files)
