@@ -1,8 +1,8 @@
 """Directories of a model's files, for a configuration that `prepare_model` has pinned. Reads no network.
 
-A pinned configuration names a directory and has no revision, or it names a model by id or URL and has the commit, or
-the key of the copy, as revision. The directory of a commit is looked up in the cache of the host that asks, because
-hosts may have their caches in different places.
+A pinned configuration names a directory and has no revision, or it names a model by id, URL or GGUF file and has the
+commit, or the key of the copy or the file, as revision. The directory of a commit is looked up in the cache of the host
+that asks, because hosts may have their caches in different places.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from eagleray.config.resolve import DEMO_MODEL_DIR
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import CheckpointError
 from eagleray.hub.cache import CachedRepo, cache_dir
+from eagleray.hub.gguf.files import gguf_directory, is_pinned_gguf
 from eagleray.hub.needs import CONFIG_FILE
 from eagleray.hub.url_models import is_url, url_directory
 
@@ -28,7 +29,7 @@ def checkpoint_dir(model: ModelConfig) -> Path:
     if not path.is_dir():
         raise CheckpointError(
             f"model {model.model!r}: there is no such directory. Give the path of a directory with {CONFIG_FILE} and "
-            "*.safetensors files, or a model id such as Qwen/Qwen3-0.6B"
+            "*.safetensors files or of a GGUF file, or a model id such as Qwen/Qwen3-0.6B"
         )
     if model.hf_config_path is None and not (path / CONFIG_FILE).is_file():
         raise CheckpointError(f"{path / CONFIG_FILE}: not found; a checkpoint in Hugging Face format has one")
@@ -55,7 +56,8 @@ def config_dir(model: ModelConfig) -> Path:
 
 
 def model_root(model: ModelConfig) -> str:
-    """Return the name under which the model was asked for: an id or a URL as it was given, or else the directory."""
+    """Return the name under which the model was asked for: an id or a URL as it was given, or else the directory or the
+    GGUF file."""
     return str(checkpoint_dir(model)) if model.model is None or model.revision is None else model.model
 
 
@@ -70,4 +72,6 @@ def pinned_dir(name: str, revision: str | None, download_dir: str | None) -> Pat
         return Path(name).expanduser()
     if is_url(name):
         return url_directory(cache_dir(download_dir), name, revision)
+    if is_pinned_gguf(name):
+        return gguf_directory(cache_dir(download_dir), name, revision)
     return CachedRepo(cache_dir(download_dir), name).snapshot(revision)

@@ -13,6 +13,8 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GGUF_FILE = "gguf.json"
+"""File that is made of the header of a GGUF file, see `gguf.unpack`."""
 
 MAX_INDEX_BYTES = 128 * 2**20
 """Bound for the size of an index. Published models with the most experts have one of about 20 MiB."""
@@ -42,7 +44,7 @@ def missing_file(directory: Path, needs: NeededFiles) -> str | None:
 
 
 def _missing_weights(directory: Path) -> str | None:
-    if (directory / SINGLE_FILE).is_file():
+    if (directory / SINGLE_FILE).is_file() or (directory / GGUF_FILE).is_file():
         return None
     index = directory / INDEX_FILE
     if not index.is_file():

@@ -11,10 +11,13 @@ from pathlib import Path
 import msgspec
 
 from eagleray.config.json_files import shown
+from eagleray.config.resolve import served_names
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import CheckpointError
 from eagleray.hub.cache import COMMIT, DEFAULT_REVISION, REVISION, CachedRepo, is_hub_id, is_offline
 from eagleray.hub.download import download
+from eagleray.hub.gguf.files import find_gguf, is_pinned_gguf
+from eagleray.hub.gguf.unpack import unpack_gguf
 from eagleray.hub.hub_errors import HubUnreachable, incomplete_offline, not_cached_offline
 from eagleray.hub.locate import checkpoint_dir, tokenizer_dir
 from eagleray.hub.model_json import generation_file
@@ -40,7 +43,7 @@ def prepare_model(model: ModelConfig) -> ModelConfig:
     if model.download_dir and not model.download_dir.startswith("~"):
         model = msgspec.structs.replace(model, download_dir=str(Path(model.download_dir).absolute()))
     options = HubOptions.of(model)
-    model = _with_own_tokenizer(model)
+    model = _with_own_tokenizer(_with_gguf_paths(model))
     revision = tokenizer_revision = None
     config_path = model.hf_config_path
     if model.model is not None:
@@ -90,16 +93,22 @@ def _fetch_pinned(model: ModelConfig, options: HubOptions, *, with_weights: bool
 
 
 def pin(name: str, revision: str | None, needs: NeededFiles, options: HubOptions, *, kind: str = "model") -> str | None:
-    """Find a model or fetch it. Returns None for a directory, or else what `pin_remote` does."""
+    """Find a model or fetch it. Returns None for a directory, or else what `pin_remote` does. The name of a GGUF file
+    must be its absolute path."""
     if _directory(name) is not None:
         return None
+    if is_pinned_gguf(name) and _is_file(name):
+        return unpack_gguf(name, needs, options)
     if not is_url(name):
         _check_name(name, kind)
     return pin_remote(name, revision, needs, options)
 
 
 def pin_remote(name: str, revision: str | None, needs: NeededFiles, options: HubOptions) -> str:
-    """Find a model that is no directory, or fetch it. Returns the commit, or the key of the copy of a URL."""
+    """Find a model that is no directory, or fetch it. Returns the commit, or the key of the copy of a URL, or of a GGUF
+    file."""
+    if is_pinned_gguf(name):
+        return unpack_gguf(name, needs, options, key=revision)
     if is_url(name):
         is_key = revision is not None and COMMIT.fullmatch(revision) is not None
         return fetch_url(name, needs, options, key=revision if is_key else None)
@@ -152,6 +161,15 @@ def _with_own_tokenizer(model: ModelConfig) -> ModelConfig:
     return msgspec.structs.replace(model, tokenizer=model.model)
 
 
+def _with_gguf_paths(model: ModelConfig) -> ModelConfig:
+    """Name GGUF files by their absolute paths. The model keeps the name that was given in the API."""
+    if model.tokenizer is not None and (path := find_gguf(model.tokenizer)) is not None:
+        model = msgspec.structs.replace(model, tokenizer=str(path))
+    if model.model is not None and (path := find_gguf(model.model)) is not None:
+        model = msgspec.structs.replace(model, served_model_name=served_names(model), model=str(path))
+    return model
+
+
 def _checkpoint_needs(model: ModelConfig) -> NeededFiles:
     return NeededFiles(
         config=model.hf_config_path is None,
@@ -172,7 +190,7 @@ def _directory(name: str) -> Path | None:
 def _check_name(name: str, kind: str) -> None:
     """Raise `CheckpointError` unless a name that is no directory may be the id of a model."""
     if name.lower().endswith(".gguf"):
-        raise CheckpointError(f"{kind} {name!r}: GGUF files are not read; give a model of safetensors files")
+        raise CheckpointError(f"{kind} {name!r}: there is no such file; a GGUF file is given by its path")
     if _is_file(name):
         raise CheckpointError(f"{kind} {name!r} is a file; give the directory that it is in")
     if not is_hub_id(name):

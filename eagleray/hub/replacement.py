@@ -11,6 +11,7 @@ import msgspec
 from eagleray.config.json_files import read_json_object
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
+from eagleray.hub.gguf.files import find_gguf
 from eagleray.hub.locate import checkpoint_dir, tokenizer_dir
 from eagleray.hub.model_json import read_config
 from eagleray.hub.needs import TOKENIZER_FILE, NeededFiles, missing_file
@@ -36,7 +37,9 @@ def prepare_replacement(start: ModelConfig, changes: Mapping[str, Any]) -> dict[
     name, revision = changes["model"], changes.get("revision")
     needs = NeededFiles(config=start.hf_config_path is None, weights=start.load_format != "dummy")
     try:
-        if name is not None and Path(name).expanduser().is_dir():
+        if name is not None and (gguf := find_gguf(name)) is not None:
+            name = str(gguf)
+        elif name is not None and Path(name).expanduser().is_dir():
             name = str(Path(name).expanduser().absolute())
         pinned = None if name is None else pin(name, revision, needs, HubOptions.of(start))
         model = msgspec.structs.replace(start, model=name, revision=pinned)

@@ -66,6 +66,9 @@ class DummyWeights:
         num_blocks = [-(-size // step) for size, step in zip(values.shape, FP8_BLOCK, strict=True)]
         return Fp8Weight(values, torch.full(num_blocks, FP8_SCALE, device=values.device), FP8_BLOCK)
 
+    def load_head(self, param: Param) -> Weight:
+        return self.load(param)
+
     def quantize(self, weight: Tensor, role: WeightRole = WeightRole.FEED_FORWARD) -> Weight:
         quantizer = self._quantizers.get(role)
         return weight if quantizer is None else quantizer(weight)

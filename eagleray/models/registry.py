@@ -23,6 +23,8 @@ from eagleray.models.base import FAMILIES, Model
 from eagleray.models.checkpoint_files import read_headers, stored_dtype
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.dummy import DummyWeights
+from eagleray.models.gguf_file import GgufFile
+from eagleray.models.gguf_weights import GgufWeights
 from eagleray.models.loading import CheckpointWeights
 from eagleray.models.moe.layout import ExpertLayout, ExpertOptions
 from eagleray.models.moe.rebalance import Rebalancer
@@ -107,8 +109,11 @@ def load_model(
     if dtype == "auto":
         dtype = spec.dtype or ("float32" if load_format == "dummy" else stored_dtype(directory))
     kind = DTYPES[dtype]
+    gguf = None if load_format == "dummy" else GgufFile.find(directory)
     if load_format != "dummy":
-        _check_stored(config, spec, directory)
+        numbers_per_word = 1 if spec.stored_format is None else spec.stored_format.numbers_per_word
+        headers = gguf.headers() if gguf is not None else read_headers(directory, numbers_per_word=numbers_per_word)
+        _check_stored(config, spec, *headers)
     traits = ModelTraits(
         kind,
         spec.feature_sizes,
@@ -121,6 +126,8 @@ def load_model(
     online = _online_format(config, spec, quantization)
     if online is not None:
         _check_quantization(config, spec, kernels, online, kind, device)
+        if gguf is not None:
+            gguf.check_plain()
     if kv_cache_dtype == "fp8":
         _check_fp8_cache(spec, kernels, device)
     stored = stored_as(spec)
@@ -129,6 +136,7 @@ def load_model(
     if spec.stored_format is not None and groups.mesh.rank == 0:
         _log_format(spec.stored_format, kind, is_kept=keeps_stored)
     if total_memory is not None:
+        kept = kept if gguf is None else gguf.smallest_format(kernels.kept_formats) or kept
         smaller = [] if kept is not None else _online_formats(spec, kernels)
         needed = _check_memory(config, spec, kind, groups, total_memory, kept, smaller=smaller)
         if wait_for_memory is not None:
@@ -150,7 +158,11 @@ def load_model(
     layout = None if spec.moe is None else ExpertLayout(part, experts)
     model = family(part, layout, cache_dtype=torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None)
 
-    def open_checkpoint(on_progress: Callable[[int, int], None] | None = None) -> CheckpointWeights:
+    def open_checkpoint(
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> CheckpointWeights | GgufWeights:
+        if gguf is not None:
+            return GgufWeights(gguf, rules, params=model.params(), on_progress=on_progress)
         return CheckpointWeights(directory, rules, params=model.params(), on_progress=on_progress)
 
     def make_dummy() -> DummyWeights:
@@ -171,9 +183,9 @@ def load_model(
         return nullcontext(make_dummy()) if load_format == "dummy" else open_checkpoint()
 
     def open_any_weights() -> AbstractContextManager[Weights]:
-        # The groups and blocks of stored weights have sizes of their own.
+        # The groups and blocks of stored weights, also of a GGUF file, have sizes of their own.
         has_own_groups = load_format != "dummy" and keeps_stored and not spec.is_mxfp4
-        return open_checkpoint() if has_own_groups else nullcontext(make_dummy())
+        return open_checkpoint() if has_own_groups or gguf is not None else nullcontext(make_dummy())
 
     if load_format == "dummy":
         dummy = make_dummy()
@@ -185,6 +197,8 @@ def load_model(
             checkpoint.finish(model.names(), may_be_left=model.may_be_dropped)
             kept_fp8 = checkpoint.kept_fp8
     model.updates.kept_fp8 = frozenset(kept_fp8)
+    if gguf is not None:
+        model.updates.refusal = f"the weights of a model from a GGUF file, {gguf.path}, cannot be updated"
     if layout is not None and layout.is_divided:
         model.rebalancer = Rebalancer(
             blocks=model.moe_blocks,
@@ -243,14 +257,13 @@ def import_family(architecture: str) -> type[Model]:
     return FAMILIES[architecture]
 
 
-def _check_stored(config: ConfigFile, spec: ModelSpec, directory: Path) -> None:
+def _check_stored(config: ConfigFile, spec: ModelSpec, stored: int, names: set[str]) -> None:
     """Raise `CheckpointError` if config.json describes layers that the weight files do not have, or far more weights.
+    `stored` and `names`: see `read_headers`.
 
     A tensor that is missing or has another shape is reported when it is read.
     """
     described = num_parameters(spec)
-    numbers_per_word = 1 if spec.stored_format is None else spec.stored_format.numbers_per_word
-    stored, names = read_headers(directory, numbers_per_word=numbers_per_word)
     last = f"model.layers.{spec.num_layers - 1}."
     if not any(name.startswith(last) for name in names):
         config.fail(

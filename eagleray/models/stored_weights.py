@@ -103,6 +103,9 @@ class StoredWeights(ABC):
             self._warn_of_decoding(params[0].name, columns)
         return self._load(params, self.rules.dtype)
 
+    def load_head(self, param: Param) -> Weight:
+        return self.load(param)
+
     def quantize(self, weight: Tensor, role: WeightRole = WeightRole.FEED_FORWARD) -> Weight:
         quantizer = self.rules.quantizers.get(role)
         return weight if quantizer is None else quantizer(weight)

@@ -32,6 +32,8 @@ class ModelUpdates:
     ) -> None:
         self.kept_fp8: frozenset[str] = frozenset()
         """See `StoredWeights`."""
+        self.refusal = ""
+        """Reason why the weights cannot be replaced; empty if they can."""
         self.num_loads = 0
         """Number of calls of `load` that replaced weights without an update."""
         self._has_replaced = False
@@ -65,7 +67,7 @@ class ModelUpdates:
 
     def start(self, *, in_place: bool) -> WeightUpdate:
         """See `Model.start_update`."""
-        self._check_format()
+        self._check_allowed()
         assert not self._is_open, "an update is open"
         self.forget()
         self._has_replaced = self.has_replaced
@@ -74,7 +76,7 @@ class ModelUpdates:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """See `Model.load_weights`."""
-        self._check_format()
+        self._check_allowed()
         if self._open is not None and self._open.is_open:
             return self._open.add(weights)
         self._loading = self._loading or self._make()
@@ -100,17 +102,19 @@ class ModelUpdates:
             self._has_replaced = self.has_replaced
             self._open = self._staging = None
 
-    @property
-    def _is_open(self) -> bool:
-        return self._open is not None and self._open.is_open
-
-    def _check_format(self) -> None:
-        """Raise `WeightsMismatch` if the weights have a format in which no trainer has them."""
+    def _check_allowed(self) -> None:
+        """Raise `WeightsMismatch` if the weights cannot be replaced, or have a format in which no trainer has them."""
+        if self.refusal:
+            raise WeightsMismatch(self.refusal)
         if (stored := self._part.spec.stored_format) is not None:
             raise WeightsMismatch(
                 f"the model's weights are stored as {stored.method}, and such weights cannot be updated; start the "
                 "instance with a checkpoint of plain weights, or of FP8 weights with a scale for each block"
             )
+
+    @property
+    def _is_open(self) -> bool:
+        return self._open is not None and self._open.is_open
 
     def _make(self, *, in_place: bool = False, mirrors: bool = False) -> WeightUpdate:
         self._names = self._names or self._find_names()

@@ -123,6 +123,10 @@ class Weights(Protocol):
         quantized."""
         ...
 
+    def load_head(self, param: Param) -> Weight:
+        """Load the weight of the head, a quantized one if it is stored in groups and the backend keeps these."""
+        ...
+
     def quantize(self, weight: Tensor, role: WeightRole = WeightRole.FEED_FORWARD) -> Weight:
         """Quantize a weight, if those of this role are to be quantized."""
         ...

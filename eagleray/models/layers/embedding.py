@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagleray.kernels.backend import HiddenStates, KernelBackend, Operation
+from eagleray.kernels.grouped import GroupedWeight
 from eagleray.kernels.quantized import Weight
 from eagleray.models.layers.layer import Layer, WeightGroup
 from eagleray.models.part import ModelPart
@@ -83,9 +84,22 @@ def _group(name: str, part: ModelPart, own: range, make: Make, role: WeightRole 
     param = Param(name, (spec.vocab_size, spec.hidden_size), Cut(0, present))
 
     def make_padded(weights: Weights, kernels: KernelBackend) -> Operation | tuple[Operation, ...]:
-        rows = weights.load(param)
-        if len(present) < len(own):
-            rows = F.pad(rows, (0, 0, 0, len(own) - len(present)))
-        return make(rows if role is None else weights.quantize(rows, role), kernels)
+        rows = weights.load(param) if role is None else weights.load_head(param)
+        rows = _padded(rows, len(own) - len(present))
+        return make(weights.quantize(rows, role) if role is not None and isinstance(rows, Tensor) else rows, kernels)
 
     return WeightGroup([param], make_padded)
+
+
+def _padded(rows: Weight, count: int) -> Weight:
+    """Return a weight with `count` rows of zeros below the others."""
+    if count == 0:
+        return rows
+    if isinstance(rows, Tensor):
+        return F.pad(rows, (0, 0, 0, count))
+    assert isinstance(rows, GroupedWeight), "no other quantized weight is the head's before `quantize`"
+    codes, scales, offsets = (
+        None if part is None else F.pad(part, (0, 0, 0, count)) for part in (rows.codes, rows.scales, rows.offsets)
+    )
+    assert codes is not None and scales is not None
+    return GroupedWeight(codes, scales, rows.encoding, offsets)

@@ -189,7 +189,7 @@ def test_prepare_model_offline_unknown_id_says_where_it_looked_and_names_near_id
         ("org/a--b", "there is no such directory"),
         ("org/na\0me", "there is no such directory"),
         ("x" * 5000, "there is no such directory"),
-        ("model-Q4.gguf", "GGUF files are not read"),
+        ("model-Q4.gguf", "there is no such file; a GGUF file is given by its path"),
     ],
 )
 def test_prepare_model_name_that_is_no_id_is_refused(name, expected):
