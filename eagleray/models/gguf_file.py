@@ -57,22 +57,22 @@ COMPUTED = frozenset({"rope_freqs.weight"})
 """Tensors that are no weights."""
 
 
-class TensorExtent(NamedTuple):
-    """The place of a tensor of a checkpoint in a GGUF file."""
+class GgufName(NamedTuple):
+    """The name of a tensor of a checkpoint in a GGUF file."""
 
     name: str
     expert: int | None = None
     """The expert whose part of the tensor this is."""
 
 
-def find_place(name: str) -> TensorExtent:
-    """Return the place of a tensor of a checkpoint. A tensor that GGUF files never have keeps its name."""
+def find_name(name: str) -> GgufName:
+    """Return the name in GGUF files of a tensor of a checkpoint. A tensor that GGUF files never have keeps its name."""
     if (match := LAYER.fullmatch(name)) is None:
-        return TensorExtent(ENDS.get(name, name))
+        return GgufName(ENDS.get(name, name))
     layer, module, kind = match.groups()
     if (expert := EXPERT.fullmatch(module)) is not None and expert[2] in PROJECTIONS:
-        return TensorExtent(f"blk.{layer}.{PROJECTIONS[expert[2]]}.{kind}", int(expert[1]))
-    return TensorExtent(f"blk.{layer}.{MODULES[module]}.{kind}" if module in MODULES else name)
+        return GgufName(f"blk.{layer}.{PROJECTIONS[expert[2]]}.{kind}", int(expert[1]))
+    return GgufName(f"blk.{layer}.{MODULES[module]}.{kind}" if module in MODULES else name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class GgufFile:
         which = {"q_proj": 0, "k_proj": 1}.get(name.rsplit(".", 2)[-2])
         if self._permuted_heads is None or which is None:
             return slice(span.start, span.stop)
-        size = self.entries[find_place(name).name].shape[0]
+        size = self.entries[find_name(name).name].shape[0]
         half = size // self._permuted_heads[which] // 2
         rows = torch.arange(span.start, span.stop)
         head, feature = rows // (2 * half), rows % (2 * half)
@@ -165,4 +165,4 @@ class GgufFile:
 
     def left_over(self, names: Iterable[str]) -> list[str]:
         """Return the tensors of the file that are not the places of `names`."""
-        return sorted(self.entries.keys() - {find_place(name).name for name in names} - COMPUTED)
+        return sorted(self.entries.keys() - {find_name(name).name for name in names} - COMPUTED)

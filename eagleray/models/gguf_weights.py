@@ -11,7 +11,7 @@ from torch import Tensor
 from eagleray.errors import CheckpointError
 from eagleray.kernels.quantized import LoadedWeight, Weight, WeightFormat
 from eagleray.models.gguf_blocks import FORMATS, IntegerGroups, grouped_weight
-from eagleray.models.gguf_file import PLAIN, Entry, GgufFile, find_place
+from eagleray.models.gguf_file import PLAIN, Entry, GgufFile, find_name
 from eagleray.models.stored_weights import WeightRules, spans
 from eagleray.models.weights import Cut, Param, WeightRole
 
@@ -102,7 +102,7 @@ class GgufWeights:
                 return None
             parts.append(cut)
         weight = grouped_weight(parts)
-        if weight is None and (place := find_place(params[0].name)).expert is not None:
+        if weight is None and (place := find_name(params[0].name)).expert is not None:
             raise CheckpointError(
                 f"{self._file.path}: tensor {place.name!r} has the integer -128, or scales beyond float16, for which "
                 "kernels of experts have no form; take a file of another type"
@@ -144,11 +144,11 @@ class GgufWeights:
         if len(entry.shape) == 1:
             return data.view(entry.shape[0], -1)
         matrices = data.view(-1, entry.shape[-2], entry.row_bytes)
-        return matrices[find_place(param.name).expert or 0]
+        return matrices[find_name(param.name).expert or 0]
 
     def _checked(self, param: Param) -> Entry:
         """Return the entry of a tensor. Raises `CheckpointError` if it is missing or has another shape."""
-        name, expert = find_place(param.name)
+        name, expert = find_name(param.name)
         if (entry := self._file.entries.get(name)) is None:
             raise CheckpointError(f"{self._file.path}: tensor {name!r} of shape {list(param.shape)} is missing")
         found = entry.shape if expert is None else entry.shape[1:]
@@ -161,7 +161,7 @@ class GgufWeights:
 
     def _num_bytes(self, param: Param) -> int:
         """Return the bytes that this rank reads of a tensor; 0 if it is missing."""
-        name, expert = find_place(param.name)
+        name, expert = find_name(param.name)
         if (entry := self._file.entries.get(name)) is None:
             return 0
         whole = entry.num_bytes // (1 if expert is None else entry.shape[0])
