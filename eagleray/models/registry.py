@@ -108,6 +108,10 @@ def load_model(
     _check_options(spec, experts, groups)
     if dtype == "auto":
         dtype = spec.dtype or ("float32" if load_format == "dummy" else stored_dtype(directory))
+        has_few_bits = spec.stored_format is not None or quantization is not None
+        if dtype == "float16" and has_few_bits and device.type == "cpu":
+            logger.info("computing in bfloat16, not float16 as the checkpoint: on CPUs few bits are multiplied with it")
+            dtype = "bfloat16"
     kind = DTYPES[dtype]
     gguf = None if load_format == "dummy" else GgufFile.find(directory)
     if load_format != "dummy":

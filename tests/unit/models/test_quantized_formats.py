@@ -283,6 +283,14 @@ def test_load_model_logs_that_inputs_are_not_quantized(tmp_path, caplog):
     assert any("are decoded to float32 and take more memory" in message for message in caplog.messages)
 
 
+def test_load_model_float16_checkpoint_is_computed_in_bfloat16_on_a_cpu(tmp_path):
+    small, plain = write_packed_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", case("awq"))
+    for checkpoint in (small, plain):
+        edit_config(checkpoint, dtype="float16")
+    assert load(small).dtype == load(plain, quantization="int8").dtype == torch.bfloat16
+    assert load(plain).dtype == load(small, dtype="float16").dtype == torch.float16
+
+
 def test_load_model_quantization_must_name_the_format_of_the_checkpoint(tmp_path):
     small, plain = write_packed_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", case("awq"))
     expected = logits_in_chunks(load(small), PROMPT, 40)
