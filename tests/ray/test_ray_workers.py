@@ -256,7 +256,7 @@ def test_start_ray_actors_user_error_of_a_worker_reaches_the_user(start: Start) 
 
 def test_start_ray_actors_workers_that_never_attach_raise_at_the_deadline(start: Start) -> None:
     with pytest.raises(DeadlineExceeded, match="did not attach"):
-        start(config(startup_timeout=4.0), "hangs")
+        start(config(startup_timeout=8.0), "hangs")
 
 
 def test_ray_group_close_kills_a_worker_that_does_not_exit(start: Start) -> None:
