@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import statistics
 import time
 from itertools import pairwise
@@ -56,7 +57,7 @@ async def measure(arguments: argparse.Namespace) -> None:
     for what, unit, figures in (
         ("an engine joins", "s", joined),
         ("an engine with streams leaves", "s", left),
-        ("longest gap of a stream meanwhile", "s", gaps),
+        ("longest gap of a stream meanwhile", "s", gaps or [math.nan]),
     ):
         print(f"| {what} | {statistics.median(figures):.3f} {unit} | {max(figures):.3f} {unit} |")
 

@@ -1,17 +1,15 @@
 """Grammars of rows: a matcher for each row that has one, and the masks of a step.
 
 While the model computes logits, threads have the matchers accept the tokens of the step before, and compute the masks
-that apply to these logits. Masks that take little time are computed once they are waited for. Owned by a sampler, which
-adds and frees rows.
+that apply to these logits. Owned by a sampler, which adds and frees rows.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,10 +25,6 @@ Masks = npt.NDArray[np.int32]
 
 MIN_MASKS_OF_THREAD = 8
 """Fewer masks are computed sooner than another thread wakes."""
-
-MIN_SECONDS_OF_THREADS = 300e-6
-"""Masks that take less are not worth threads. With a model on the same CPU, to submit masks and to share the cores with
-them took 0.07 ms of a step more than to compute them (16 rows, 0.2 ms of masks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +55,6 @@ class GrammarRows:
         self._selected: tuple[bytes, MatchedRows | None] | None = None
         """The last selection and its rows, until a row is added or freed."""
         self._threads: ThreadPoolExecutor | None = None  # made when first needed
-        self._last: PendingMasks | None = None
         """The last masks, whose time tells whether threads are worth it."""
         self.has_rows = False
         """Whether a row has a grammar, for callers that do nothing otherwise."""
@@ -112,42 +105,30 @@ class GrammarRows:
         """Begin to compute the masks of `rows`, after the last tokens that `accept` was given."""
         matchers = list(rows.matchers.values())
         tokens = [self._tokens.pop(row, None) for row in rows.matchers]
-        parts: list[Callable[[], _Filled]]
-        if self._last is not None and self._last.cpu_seconds < MIN_SECONDS_OF_THREADS:
-            parts = [partial(_advance, matchers, tokens, rows.mask_of_each)]
-        else:
-            parts = self._submit(matchers, tokens, rows.mask_of_each)
-        self._last = PendingMasks(rows, parts)
-        return self._last
-
-    def _submit(
-        self, matchers: list[Matcher], tokens: list[int | None], masks: list[TokenMask]
-    ) -> list[Callable[[], _Filled]]:
-        """Have threads compute the masks. Returns functions that wait for them."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="grammar-masks")
         size = max(MIN_MASKS_OF_THREAD, -(-len(matchers) // self._num_threads))
-        parts = [slice(begin, begin + size) for begin in range(0, len(matchers), size)]
-        return [self._threads.submit(_advance, matchers[own], tokens[own], masks[own]).result for own in parts]
+        parts = []
+        for begin in range(0, len(matchers), size):
+            own = slice(begin, begin + size)
+            parts.append(self._threads.submit(_advance, matchers[own], tokens[own], rows.mask_of_each[own]))
+        return PendingMasks(rows, parts)
 
 
 class PendingMasks:
-    """Masks that are being computed, or are computed once they are waited for."""
+    """Masks that are being computed."""
 
-    def __init__(self, rows: MatchedRows, parts: Sequence[Callable[[], _Filled]]) -> None:
+    def __init__(self, rows: MatchedRows, parts: Sequence[Future[_Filled]]) -> None:
         self.rows = rows
         self.seconds = 0.0
         """Time of all threads for these masks, once they have been waited for."""
-        self.cpu_seconds = 0.0
-        """The same without the time in which threads did not run."""
         self._parts = parts
 
     def wait(self) -> tuple[Masks, dict[int, str]]:
         """Return the masks [m, mask_words(vocab_size)], which the next masks of these rows overwrite, and reasons why
         matchers failed, by index into the step."""
-        filled = [wait() for wait in self._parts]
+        filled = [part.result() for part in self._parts]
         self.seconds = sum(part.seconds for part in filled)
-        self.cpu_seconds = sum(part.cpu_seconds for part in filled)
         reasons = [reason for part in filled for reason in part.failures]
         if not any(reasons):
             return self.rows.masks, {}
@@ -159,13 +140,12 @@ class _Filled(NamedTuple):
     failures: list[str | None]
     """Reason why each matcher failed, None for one that did not."""
     seconds: float
-    cpu_seconds: float
 
 
 def _advance(matchers: Sequence[Matcher], tokens: Sequence[int | None], masks: Sequence[TokenMask]) -> _Filled:
     """Have each matcher accept its token, if there is one, then fill its mask. The mask of a matcher that failed allows
     nothing."""
-    begun_at, cpu_begun_at = time.perf_counter(), time.thread_time()
+    begun_at = time.perf_counter()
     reasons = []
     for matcher, token_id, mask in zip(matchers, tokens, masks, strict=True):
         if token_id is not None:
@@ -174,4 +154,4 @@ def _advance(matchers: Sequence[Matcher], tokens: Sequence[int | None], masks: S
         if (failure := matcher.failure) is not None:
             mask[:] = 0
         reasons.append(failure)
-    return _Filled(reasons, time.perf_counter() - begun_at, time.thread_time() - cpu_begun_at)
+    return _Filled(reasons, time.perf_counter() - begun_at)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
 
 import numpy as np
 import pytest
-import random_grammars
 from grammar_tokenizers import WHITESPACE, Words
 
 from eagleray.messages.grammars import Grammar
 from eagleray.messages.sampling import Sampling
-from eagleray.worker import grammar_rows
 from eagleray.worker.grammar_rows import GrammarRows, MatchedRows
 from eagleray.worker.grammars import WorkerGrammars
 
@@ -70,13 +66,8 @@ def test_grammar_rows_select_the_rows_with_a_grammar() -> None:
     assert not rows.has_rows
 
 
-@pytest.mark.parametrize("min_seconds", [0.0, 1.0])
-def test_grammar_rows_masks_of_changing_rows_are_those_of_each_alone(
-    monkeypatch: pytest.MonkeyPatch, min_seconds: float
-) -> None:
-    """Rows come, go, pause and fail to sample: the mask of each depends on its own tokens alone, with and without
-    threads."""
-    monkeypatch.setattr(grammar_rows, "MIN_SECONDS_OF_THREADS", min_seconds)
+def test_grammar_rows_masks_of_changing_rows_are_those_of_each_alone() -> None:
+    """Rows come, go, pause and fail to sample: the mask of each depends on its own tokens alone."""
     rng = random.Random(3)
     rows, tokens = make_rows(), {}
     for step in range(60):
@@ -104,28 +95,6 @@ def test_grammar_rows_masks_of_changing_rows_are_those_of_each_alone(
                 chosen.append((row, rng.choice(bits.tolist())))
                 before.append(chosen[-1][1])
         rows.accept(matched, [row for row, _ in chosen], [token for _, token in chosen])
-
-
-def test_grammar_rows_masks_are_left_to_threads_after_costly_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_rows, "MIN_SECONDS_OF_THREADS", 0.02)
-    rows = random_grammars.grammar_rows(VOCAB_SIZE)
-    rows.add_row(0, Sampling(seed=0, grammar=random_grammars.random_grammar("a")), [])
-    fill_mask, threads = random_grammars.RandomMatcher.fill_mask, []
-    are_costly = [False, True, True, False, False]
-
-    def fill(self: random_grammars.RandomMatcher, mask: np.ndarray) -> None:
-        ends_at = time.thread_time() + (0.04 if are_costly[len(threads)] else 0)
-        threads.append(threading.current_thread())
-        fill_mask(self, mask)
-        while time.thread_time() < ends_at:
-            pass
-
-    monkeypatch.setattr(random_grammars.RandomMatcher, "fill_mask", fill)
-    for _ in are_costly:
-        rows.begin_masks(select(rows, 0)).wait()
-    # Nothing is known of the first masks.
-    own = threading.current_thread()
-    assert [thread is own for thread in threads] == [False, True, False, False, True]
 
 
 def test_grammar_rows_row_of_another_request_does_not_accept_tokens_of_an_earlier_step() -> None:
