@@ -1,11 +1,12 @@
-"""Gain by drafts with given times of steps: the scheduler and its drafter, without a model and a clock.
+"""Speedup by drafts for given step times: the scheduler and its drafter run without a model or a clock.
 
 python benchmarks/drafting.py [--times moe-1b dense-0.6b] [--workload copy text …] [--rounds 3] [--tokens 128]
                               [--noise 0.15]
 
-The requests are those of `speculation.py`. A step takes the time that steps of so many tokens took on two cores; the
-drafter is told that time with noise, as on a machine that others use. So the figures are the same in every run, and
-show whether what is drafted pays. They lack the scheduler's own time, and the rounds in which drafts are checked.
+The requests are the same as in `speculation.py`. The time of a step is looked up in a table of times that were measured
+on two cores for its number of tokens; the drafter sees it with noise, as on a shared machine. So the figures are the
+same in every run, and show whether drafting pays. They leave out the scheduler's own time and the rounds in which
+drafts are checked.
 """
 
 from __future__ import annotations

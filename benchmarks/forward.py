@@ -3,9 +3,9 @@
 python benchmarks/forward.py CHECKPOINT [--tokens N] [--rows N] [--context N] [--threads N] [--cpu-time]
 
 The pass computes `--tokens` new tokens for each of `--rows` rows that have `--context` cached tokens. An operation that
-runs alone has to wake the team of threads first, so the sum of all is above the whole. With `--cpu-time` the times are
-those that the processors spent on this program, for a machine with other work; take one thread then, as threads that
-wait spend time as well.
+runs alone has to wake the team of threads first, so the sum of all is above the whole. `--cpu-time` measures
+processor time in place of elapsed time, for a machine that runs other programs, too; use one thread with it, because
+waiting threads consume processor time.
 """
 
 from __future__ import annotations

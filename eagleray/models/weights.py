@@ -58,7 +58,7 @@ class WeightRole(Enum):
     """Roles of the matrices of a model."""
 
     FEED_FORWARD = "feed-forward"
-    """Of dense layers and experts."""
+    """A projection of a dense layer or of an expert."""
     ATTENTION = "attention"
     HEAD = "head"
 

@@ -23,7 +23,7 @@ FORGET = 0.99
 """Weight of a prediction relative to the next one of its cell."""
 
 NUM_DEVIATIONS = 1.0
-"""The probability is taken so many standard deviations below the mean."""
+"""Number of standard deviations by which the estimated probability lies below the mean."""
 
 FORGET_OF_REQUEST = 0.95
 WEIGHT_OF_REQUESTS = 4.0
@@ -60,7 +60,7 @@ class Acceptance:
         self._cells = [[Cell(prior) for _ in range(4)] for prior in PRIOR]
 
     def cell(self, match_length: int, *, count: int, total: int) -> Cell:
-        """Return the cell of predictions after a match of so many tokens, which `count` of `total` places make."""
+        """Return the cell of predictions that `count` of `total` places make after a match of `match_length` tokens."""
         of_length = self._cells[min(match_length.bit_length(), NUM_LENGTHS - 1)]
         if count == total:
             return of_length[min(total, 2) - 1]
@@ -69,7 +69,8 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Calibration:
-    """Right predictions of a request, and those that were expected by their cells. Older ones count less."""
+    """The number of right predictions of a request, and the number that their cells led to expect. Older predictions
+    count less."""
 
     right: float = 0.0
     expected: float = 0.0

@@ -47,7 +47,7 @@ LEAST_GAIN_OF_TURN = 0.5
 
 
 COUNTED_STEPS = 4
-"""The time of one step in so many is counted where none has drafts, since drafts cost other steps nothing then."""
+"""Number of steps without drafts of which one is counted and stands for all, to spare the scheduler's time."""
 
 
 class Scheduler:

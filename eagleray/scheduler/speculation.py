@@ -1,11 +1,11 @@
 """Drafts of the next tokens of requests, and the decision how many of them a step checks. Owned by the scheduler.
 
-A request follows the places at which its last tokens occurred before, in its own tokens or, with `suffix`, also in
-those that other requests generated: as long as its tokens equal those behind such a place, these are predicted to
-continue, and when none of them does, other places are looked up. Predictions are compared with the tokens that come
-whether a step checks them or not, so how often a request's predictions are right is known also while its drafts are
-off. The drafts of a step are those by which its requests are expected to be fastest, by the measured times of steps, as
-long as drafts have gained time so far. None of this changes a token.
+A request follows the places at which its last tokens occurred before, in its own tokens or, with `suffix`, also in the
+tokens that other requests generated. As long as its tokens equal the tokens behind such a place, the tokens that follow
+there are predicted; when no place agrees any longer, other places are looked up. Predictions are compared with the
+tokens that come whether a step checks them or not, so how often a request's predictions are right is known also while
+its drafts are off. A step gets the drafts with which its requests are expected to be fastest, by the measured times of
+steps, as long as drafts have gained time so far. None of this changes a token.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_LEAST_ACCEPTED = 2.0
 """No request becomes cold with more accepted tokens, see `Follower.num_accepted`."""
 
 COLD_TOKENS = 8
-"""The last tokens of a cold request are looked up once in so many tokens."""
+"""Number of tokens between two lookups of the last tokens of a cold request."""
 
 WARM_MATCH = 6
 """Number of its last tokens that a cold request must repeat until its tokens are predicted again."""
@@ -171,7 +171,7 @@ class Drafter:
             self.num_accepted[position] += 1
 
     def costs(self, num_rows: int) -> StepCosts:
-        """Return the times of steps of about so many rows."""
+        """Return the measured times of steps with about `num_rows` rows."""
         costs = self._costs.get((num_rows - 1).bit_length())
         if costs is None:
             costs = self._costs[(num_rows - 1).bit_length()] = StepCosts()

@@ -1,4 +1,4 @@
-"""The tokens in which a request looks up its last ones: its own, or also those that other requests generated.
+"""The tokens in which a request looks up its last ones: its own tokens, or also the output of other requests.
 
 Owned by the drafter. Only requests whose prompts may share blocks of the prefix cache find tokens of each other: those
 with the same salt and the same adapter.

@@ -7,7 +7,7 @@ bucket for each. An entry may be out of date, or belong to another n-gram of the
 the tokens of its sequence.
 
 Hashes roll: that of an n-gram is made of the hash before it and its last token. They are polynomials modulo 2**64 whose
-base has so many factors of 2 that tokens before the n-gram are multiplied by 0.
+base is a multiple of a power of two, chosen so that tokens before the n-gram are multiplied by 0.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eagleray.errors import CheckpointError
 from eagleray.kernels.backend import ExpertProducts
 from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.grouped import Grouping
@@ -117,9 +118,7 @@ class NativeProducts(ExpertProducts):
         biases = [_pointers([one.bias for one in part if one.bias is not None]) for part in parts]
         assert all(len(bias) in (0, self.num_slots) for bias in biases), "all experts have a bias, or none"
         self._pointers = weights, biases
-        groupings = [{one.grouping for one in part} for part in parts]
-        assert all(map(_is_single, groupings)), "the experts of a layer have one layout"
-        (gate_up_grouping,), (down_grouping,) = groupings
+        gate_up_grouping, down_grouping = map(_common_grouping, parts)
         self.c_experts = abi.CExperts(
             num_slots=self.num_slots,
             hidden=self._down[0].n,
@@ -198,8 +197,16 @@ def _linears(weights: Sequence[LinearWeight]) -> list[NativeLinear]:
     return [weight for weight in weights if isinstance(weight, NativeLinear)]
 
 
-def _is_single(groupings: set[Grouping | None]) -> bool:
-    return len(groupings) == 1
+def _common_grouping(experts: Sequence[NativeLinear]) -> Grouping | None:
+    """Return the layout of the experts' weights, None for plain ones. Raises `CheckpointError` if they differ, because
+    one op computes all experts, and a slot may get any of them."""
+    groupings = {expert.grouping for expert in experts}
+    if len(groupings) > 1:
+        raise CheckpointError(
+            "the experts of a layer are stored in different formats, but all must have the same format, size of "
+            "groups and dtype of scales; quantize all of them alike"
+        )
+    return groupings.pop()
 
 
 def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:

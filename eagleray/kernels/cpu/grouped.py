@@ -29,7 +29,7 @@ ENCODINGS = {WeightFormat.INT4: Encoding.INT4, WeightFormat.INT8: Encoding.INT8}
 """The formats that weights can be quantized to in groups."""
 
 
-@dataclass(frozen=True, slots=False)
+@dataclass(frozen=True)
 class Grouping:
     """The layout of a packed weight of few bits. Weights of one layout are exchangeable."""
 

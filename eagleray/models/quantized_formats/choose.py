@@ -47,8 +47,8 @@ METHODS: Mapping[str, Callable[[ConfigFile], StoredFormat | Fp8Blocks]] = {
 
 
 def read_quantization(config: ConfigFile, methods: Sequence[str] = tuple(METHODS)) -> StoredFormat | Fp8Blocks | None:
-    """Return the format of a checkpoint, or None if its weights are plain numbers, or of a method whose tensors the
-    family declares itself. `methods`: those that the family supports. Raises `CheckpointError`."""
+    """Return the format of a checkpoint, or None if its weights are plain numbers, or if the family itself declares the
+    tensors of its method. `methods`: the methods that the family supports. Raises `CheckpointError`."""
     fields = config.get("quantization_config")
     if fields is None:
         return None

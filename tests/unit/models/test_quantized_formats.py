@@ -262,6 +262,17 @@ def test_load_model_leaves_ignored_layers_plain(tmp_path):
     assert torch.equal(logits_in_chunks(load(small), PROMPT, 40), logits_in_chunks(load(plain), PROMPT, 40))
 
 
+def test_load_model_experts_of_different_formats_are_refused(tmp_path):
+    small, plain = write_packed_checkpoint(tmp_path / "plain", "qwen3_moe", tmp_path / "small", case("awq"))
+    tensors, exact = load_file(small / WEIGHTS), load_file(plain / WEIGHTS)
+    name = next(name for name in exact if "experts.1.down_proj" in name)
+    for suffix in ("qweight", "qzeros", "scales"):
+        del tensors[f"{name.removesuffix('weight')}{suffix}"]
+    save_file(tensors | {name: exact[name]}, small / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="the experts of a layer are stored in different formats"):
+        load(small, dtype="bfloat16")
+
+
 def test_load_model_decodes_a_quantized_head(tmp_path):
     form = case("w4a16")
     small, plain = write_packed_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", form)

@@ -97,9 +97,6 @@ void er_pack_grouped(const CGrouping* grouping, const void* codes, const void* s
 void er_quantize(const void* weight, int64_t n, int64_t k, int bits, int64_t size, void* codes, void* scales, int dtype,
                  int num_threads);
 
-// out: [k]
-void er_unpack_grouped_row(const CGrouping* grouping, const void* packed, int64_t row, int64_t k, float* out);
-
 void er_multiply(const CProduct* products, int64_t count, int dtype, int num_threads);
 
 // ---- hidden states
@@ -162,7 +159,7 @@ typedef struct {
   int64_t num_heads;
   int64_t rank;          // features of a latent; this and the following sizes are even
   int64_t plain_dim;     // features of a head's query and key that are not rotated
-  int64_t rotated_dim;   // those that follow them and are rotated
+  int64_t rotated_dim;   // features of a head's query and key that are rotated; they follow the plain ones
   int64_t value_dim;     // features of a head's value
   int64_t block_size;    // tokens
   float scale;           // of the scores; positive

@@ -10,8 +10,6 @@ constexpr int DOT_TOKENS = 2;        // tokens that a tile of A x computes
 constexpr int EXPAND_TOKENS = 4;     // tokens that a tile of B (A x) computes
 constexpr int64_t UNIT_TOKENS = 64;  // most tokens of a unit of work of A x
 
-int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
-
 template <int VALUE>
 using Constant = std::integral_constant<int, VALUE>;
 

@@ -342,6 +342,7 @@ void run_phase(int num_threads, Work&& work) {
   run_team(num_threads, [&](Team& team) { team.for_each_shard(work); });
 }
 
+constexpr int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
 constexpr int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
 // Call `work` with a zero of the type that a DTYPE_* constant names.

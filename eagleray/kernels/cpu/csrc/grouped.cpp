@@ -6,8 +6,6 @@
 namespace eagleray {
 namespace {
 
-int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
-
 // A weight before it is packed. The rows are contiguous.
 struct CodedWeight {
   const uint8_t* codes;    // [n, k]
@@ -133,10 +131,6 @@ void er_pack_grouped(const CGrouping* grouping, const void* codes, const void* s
   run_phase(num_threads, [&](Shard shard) {
     pack_grouped(shard, *grouping, weight, n, k, inner, static_cast<uint8_t*>(out));
   });
-}
-
-void er_unpack_grouped_row(const CGrouping* grouping, const void* packed, int64_t row, int64_t k, float* out) {
-  unpack_grouped_row(*grouping, packed, row, k, out);
 }
 
 }  // extern "C"

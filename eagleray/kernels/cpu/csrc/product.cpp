@@ -27,8 +27,6 @@ constexpr int FEW_TILES = 2;         // up to this many, rows are not interleave
 constexpr int BLOCK_PAIRS = 1024;    // along k, if there are several tiles: 4 KB of a row, 128 KB of a panel
 constexpr int BLOCK_PANELS = 4;      // computed for one part of k before the next part, if k has several
 
-int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
-
 // Memory of this thread for the blocks that it computes. It is kept, and grows to the size of the largest block.
 struct BlockMemory {
   std::vector<uint32_t> rows;     // interleaved
