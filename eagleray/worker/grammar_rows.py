@@ -55,7 +55,6 @@ class GrammarRows:
         self._selected: tuple[bytes, MatchedRows | None] | None = None
         """The last selection and its rows, until a row is added or freed."""
         self._threads: ThreadPoolExecutor | None = None  # made when first needed
-        """The last masks, whose time tells whether threads are worth it."""
         self.has_rows = False
         """Whether a row has a grammar, for callers that do nothing otherwise."""
 
