@@ -23,6 +23,7 @@ from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.build.cache import cached_file, is_whole, private_directory
 from eagleray.kernels.cpu.build.compiler import find_compiler
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable, openmp_functions
+from eagleray.kernels.cpu.build.processor import native_flags, processor_capabilities
 from eagleray.kernels.cpu.build.sources import SOURCE_DIRECTORY, LibrarySources
 from eagleray.kernels.cpu.build.variants import NATIVE_FLAGS, Variant, best_variant, named_variant
 from eagleray.log import get_logger, has_bars, open_bar
@@ -37,9 +38,11 @@ TEMPORARY = None
 def native_library() -> ctypes.CDLL:
     """Return all kernels for this processor, with typed functions. Raises `NativeUnavailable`, and `ConfigError` if
     EAGLERAY_CPU_KERNELS names kernels that this processor cannot run."""
-    machine = platform.machine(), torch.cpu.get_capabilities()
+    architecture, capabilities = platform.machine(), processor_capabilities()
     wanted = build_settings().kernels
-    variant = named_variant(wanted, *machine) if wanted else best_variant(*machine)
+    variant = (
+        named_variant(wanted, architecture, capabilities) if wanted else best_variant(architecture, capabilities)
+    )
     if variant and variant.prebuilt.exists():
         try:
             library = open_prebuilt(variant.prebuilt)
@@ -53,7 +56,8 @@ def native_library() -> ctypes.CDLL:
 
 def compiled_library(variant: Variant | None) -> ctypes.CDLL:
     """Return all kernels, compiled for a variant or else for this processor. Raises `NativeUnavailable`."""
-    path = build(sorted(SOURCE_DIRECTORY.glob("*.cpp")), target=variant.flags if variant else NATIVE_FLAGS)
+    target = variant.flags if variant else native_flags(processor_capabilities())
+    path = build(sorted(SOURCE_DIRECTORY.glob("*.cpp")), target=target)
     try:
         library = open_library(path)
     except NativeUnavailable as error:
