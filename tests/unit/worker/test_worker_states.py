@@ -240,7 +240,7 @@ def test_worker_kernel_that_was_asked_for_and_does_not_compile_is_refused(checkp
 
 def test_worker_fp8_cache_takes_a_quarter_of_float32(checkpoint, monkeypatch):
     monkeypatch.setattr(registry, "choose_backend", lambda *_: TorchBackend())
-    monkeypatch.setattr(TorchBackend, "serves_fp8_cache", lambda self, device: True)
+    monkeypatch.setattr(TorchBackend, "serves_cache", lambda *_, of_latents: True)
     sizes = []
     for cache_dtype in ("auto", "fp8"):
         worker = Worker(ID, 0, build_config(model=str(checkpoint), num_threads=1, kv_cache_dtype=cache_dtype), ONE_RANK)

@@ -154,6 +154,15 @@ inline float highest(Floats x) {
   return lanes[0];
 }
 
+// The same, also if some lanes are NaN, but which number that gives then depends on the processor.
+inline float max_lane(Floats x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  return highest(x);
+#endif
+}
+
 // 2^x with a relative error of about 1e-7; 0 for x below -126. x is at most 127.
 inline Floats exp2(Floats x) {
   Floats lowest = splat(-126.0f);
