@@ -1,7 +1,7 @@
 """Times of the operations of a forward pass: each native operation runs alone, summed up by kind.
 
 python benchmarks/forward.py CHECKPOINT [--tokens N] [--rows N] [--context N] [--threads N] [--cpu-time]
-                             [--quantization int8]
+    [--quantization int8] [--kv-cache-dtype int8]
 
 The pass computes `--tokens` new tokens for each of `--rows` rows that have `--context` cached tokens. An operation that
 runs alone has to wake the team of threads first, so the sum of all is above the whole. `--cpu-time` measures
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--quantization", choices=("int8", "int4", "fp8"))
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8", "fp8"])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     clock = time.process_time if arguments.cpu_time else time.perf_counter
@@ -63,11 +64,12 @@ def main() -> None:
         device=torch.device("cpu"),
         seed=None,
         on_progress=None,
+        kv_cache_dtype=arguments.kv_cache_dtype,
     )
     batch = make_batch(arguments.rows, arguments.tokens, arguments.context)
     num_blocks = int(batch.block_table.max()) + 1
     cache = KVCache.allocate(
-        model.cache_shape(BLOCK), num_blocks=num_blocks, dtype=model.dtype, device=torch.device("cpu")
+        model.cache_shape(BLOCK), num_blocks=num_blocks, dtype=model.cache_dtype, device=torch.device("cpu")
     )
     whole = _best(lambda: model.forward(batch, cache), arguments.repeat, clock)
     hidden = model.forward(batch, cache)[batch.query_start_loc[1:] - 1]

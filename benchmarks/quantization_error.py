@@ -1,6 +1,7 @@
-"""Divergence of quantized models from their own bfloat16, on texts.
+"""Divergence of models with quantized weights, or with a quantized cache, from their own bfloat16, on texts.
 
-python benchmarks/quantization_error.py [CHECKPOINT] [--formats int8 int4 fp8] [--texts FILE ...] [--tokens N]
+python benchmarks/quantization_error.py [CHECKPOINT] [--formats int8 int4 fp8] [--cache-formats int8 fp8]
+    [--texts FILE ...] [--tokens N]
 
 Every text is computed once in each format. The figures are means over its tokens: the divergence (Kullback-Leibler, in
 nats) of the predictions from those of bfloat16, and the share of tokens whose likeliest successor is the same. Without
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,21 +35,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=DEMO_MODEL)
     parser.add_argument("--formats", nargs="+", default=["int8", "int4", "fp8"])
+    parser.add_argument("--cache-formats", nargs="+", default=["int8", "fp8"])
     parser.add_argument("--texts", type=Path, nargs="+", default=TEXTS)
     parser.add_argument("--tokens", type=int, default=1500, help="most tokens of a text")
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(arguments.checkpoint / "tokenizer.json"))
     texts = [tokenizer.encode(path.read_text()).ids[: arguments.tokens] for path in arguments.texts]
-    exact = predictions(arguments.checkpoint, None, texts)
+    exact = predictions(arguments.checkpoint, texts)
     print(f"{sum(map(len, texts))} tokens of {', '.join(path.name for path in arguments.texts)}")
-    for kind in arguments.formats:
-        found = predictions(arguments.checkpoint, kind, texts)
+    formats = [(kind, {"quantization": kind}) for kind in arguments.formats]
+    formats += [(f"{kind} cache", {"kv_cache_dtype": kind}) for kind in arguments.cache_formats]
+    for name, options in formats:
+        found = predictions(arguments.checkpoint, texts, **options)
         divergence = torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in zip(exact, found, strict=True)])
         same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in zip(exact, found, strict=True)])
-        print(f"{kind:<6} divergence {divergence.mean():.5f}  same likeliest token {100 * same.float().mean():.1f} %")
+        print(f"{name:<10} divergence {divergence.mean():.6f}  same likeliest token {100 * same.float().mean():.1f} %")
 
 
-def predictions(checkpoint: Path, quantization: str | None, texts: list[list[int]]) -> list[Tensor]:
+def predictions(checkpoint: Path, texts: list[list[int]], **options: Any) -> list[Tensor]:
     """Return the logarithms of the probabilities [tokens, vocabulary] of each text's successors."""
     model = load_model(
         checkpoint,
@@ -56,7 +61,7 @@ def predictions(checkpoint: Path, quantization: str | None, texts: list[list[int
         device=torch.device("cpu"),
         seed=None,
         on_progress=None,
-        quantization=quantization,
+        **options,
     )
     return [logits(model, tokens).log_softmax(-1) for tokens in texts]
 
@@ -65,7 +70,7 @@ def logits(model: Model, tokens: list[int]) -> Tensor:
     """Return the logits [tokens, vocabulary] of one sequence, which is computed in one step."""
     num_blocks = -(-len(tokens) // BLOCK)
     cache = KVCache.allocate(
-        model.cache_shape(BLOCK), num_blocks=num_blocks, dtype=model.dtype, device=torch.device("cpu")
+        model.cache_shape(BLOCK), num_blocks=num_blocks, dtype=model.cache_dtype, device=torch.device("cpu")
     )
     positions = np.arange(len(tokens), dtype=np.int32)
     batch = ForwardBatch(

@@ -46,7 +46,7 @@ class EngineKeywords(TypedDict, total=False):
     block_size: int | str | None
     num_kv_blocks: int | str | None
     kv_cache_memory: str | int | None
-    kv_cache_dtype: Literal["auto", "fp8"] | str | None
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] | str | None
     gpu_memory_utilization: float | str | None
     enable_prefix_caching: bool | None
     enable_lora: bool | None

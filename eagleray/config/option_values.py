@@ -175,7 +175,7 @@ def _as_list(value: Any) -> list[Any]:
 VALUES: dict[str, Callable[[Any], Any]] = {
     "dtype": _dtype,
     "data_parallel_backend": _words({"mp": "processes"}),
-    "kv_cache_dtype": _words({"fp8_e4m3": "fp8"}),
+    "kv_cache_dtype": _words({"fp8_e4m3": "fp8", "int8_per_token_head": "int8"}),
     "max_model_len": lambda value: "auto" if str(value).strip().lower() in ("-1", "auto") else value,
     "generation_config": _words({"vllm": "none"}),
     "hf_token": lambda token: "" if token is True else token or None,

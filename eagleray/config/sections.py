@@ -234,10 +234,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str | int | None, Meta(description="Memory for the cache, in bytes or as in 4GiB. Default: sized from memory.")
     ] = None
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"],
+        Literal["auto", "int8", "fp8"],
         Meta(
-            description="Number format of keys and values in the cache. auto: the model's. fp8: float8_e4m3fn "
-            "without scales, in half the memory (on GPUs of compute capability 8.9 or more)."
+            description="Number format of keys and values in the cache. auto: the model's. int8, fp8: 8 bits, in about "
+            "half the memory: on CPUs with a scale for each token and head, and int8 is more exact and faster; on GPUs "
+            "of compute capability 8.9 or more fp8 alone, without scales."
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[

@@ -309,14 +309,16 @@ class KernelBackend(Protocol):
         """Return the dtype of the hidden states that pipeline stages exchange in a model of `dtype`."""
         ...
 
-    def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Return the shape of a block of `block_size` tokens in a layer's cache."""
+    def cache_block(
+        self, block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype
+    ) -> tuple[int, ...]:
+        """Return the shape of a block of `block_size` tokens in a layer's cache of `cache_dtype`."""
         ...
 
     def mla_cache_block(self, block_size: int, size: int) -> tuple[int, ...]:
         """Return the shape of a block in a layer's cache of latents, `size` features for each token."""
         ...
 
-    def serves_fp8_cache(self, device: torch.device) -> bool:
-        """Whether the attention takes caches of float8_e4m3fn, also of latents, on this device."""
+    def serves_cache(self, cache_dtype: torch.dtype, device: torch.device, *, of_latents: bool) -> bool:
+        """Whether the attention takes caches of int8 or float8_e4m3fn on this device."""
         ...

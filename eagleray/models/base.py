@@ -283,7 +283,8 @@ class Model(ABC):
         if self.spec.mla is not None:
             block = self._kernels.mla_cache_block(block_size, self.spec.mla.cached_size)
         else:
-            block = self._kernels.cache_block(block_size, self.num_local_kv_heads, self.spec.head_dim)
+            heads = self.num_local_kv_heads, self.spec.head_dim
+            block = self._kernels.cache_block(block_size, *heads, self.cache_dtype)
         return CacheShape(num_layers=self.num_local_layers, block_size=block_size, block=block)
 
     def begin_step(self, is_idle: bool, num_tokens: int) -> bool:

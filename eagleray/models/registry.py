@@ -61,6 +61,9 @@ DTYPES = {
     "float": torch.float32,
 }
 
+CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Dtypes of caches of 8 bits, by the names of `kv_cache_dtype`."""
+
 MAX_PARAMETER_RATIO = 2
 """A config.json that describes more parameters than this times those stored is refused at once; smaller differences are
 reported tensor by tensor."""
@@ -86,7 +89,7 @@ def load_model(
     wait_for_memory: Callable[[int], None] | None = None,
     attention_backend: AttentionBackend = "auto",
     quantization: Literal["fp8", "int8", "int4", "gptq", "awq", "compressed-tensors"] | None = None,
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
     pooling: PoolingSpec | None = None,
 ) -> Model:
     """Load the model of a checkpoint directory, or this rank's part of it by `groups`, ready to compute.
@@ -132,8 +135,9 @@ def load_model(
         _check_quantization(config, spec, kernels, online, kind, device)
         if gguf is not None:
             gguf.check_plain()
-    if kv_cache_dtype == "fp8":
-        _check_fp8_cache(spec, kernels, device)
+    cache_dtype = CACHE_DTYPES.get(kv_cache_dtype)
+    if cache_dtype is not None and not kernels.serves_cache(cache_dtype, device, of_latents=spec.mla is not None):
+        raise _cache_refusal(spec, device, kv_cache_dtype)
     stored = stored_as(spec)
     keeps_stored = stored in kernels.kept_formats
     kept = stored if keeps_stored else online
@@ -160,7 +164,7 @@ def load_model(
     )
     part = ModelPart(spec=spec, groups=groups, kernels=kernels, rules=rules)
     layout = None if spec.moe is None else ExpertLayout(part, experts)
-    model = family(part, layout, cache_dtype=torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None)
+    model = family(part, layout, cache_dtype=cache_dtype)
 
     def open_checkpoint(
         on_progress: Callable[[int, int], None] | None = None,
@@ -374,13 +378,18 @@ def _check_quantization(
         )
 
 
-def _check_fp8_cache(spec: ModelSpec, kernels: KernelBackend, device: torch.device) -> None:
-    """Raise `ConfigError` if attention cannot use a cache of float8."""
-    if not kernels.serves_fp8_cache(device):
-        raise ConfigError(
-            f"option `kv_cache_dtype`: the attention kernels of {spec.architecture} on {device.type} cannot use a "
-            "cache of FP8; use a GPU of compute capability 8.9 or more with Triton's kernels, or take auto"
+def _cache_refusal(spec: ModelSpec, device: torch.device, kv_cache_dtype: str) -> ConfigError:
+    """Return the error for a cache of 8 bits that attention cannot use."""
+    if device.type == "cpu" and spec.mla is not None:
+        return ConfigError(
+            f"option `kv_cache_dtype`: {spec.architecture} caches latents, which CPUs keep in the model's `dtype`, not "
+            f"in {kv_cache_dtype}; take auto"
         )
+    return ConfigError(
+        f"option `kv_cache_dtype`: the attention kernels of {spec.architecture} on {device.type} cannot use a cache of "
+        f"{kv_cache_dtype}; the native kernels of CPUs use int8 and fp8 (with `dtype` bfloat16 or float32), Triton's "
+        "kernels fp8 on a GPU of compute capability 8.9 or more; else take auto"
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -40,6 +40,7 @@ def scores(answer: Answer) -> list[np.ndarray]:
     [
         ("qwen3_moe", {"executor": "in-process"}),
         ("gpt_oss", {"executor": "in-process"}),
+        ("gpt_oss", {"executor": "in-process", "kv_cache_dtype": "int8"}),
         ("deepseek_v3", {"executor": "in-process"}),
         ("qwen3_moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
         pytest.param("qwen3", {"tensor_parallel_size": 2}, marks=pytest.mark.grid),

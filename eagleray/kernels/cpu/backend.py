@@ -20,7 +20,7 @@ from eagleray.kernels.cpu.experts import ExpertScratch, NativeProducts, native_r
 from eagleray.kernels.cpu.grouped import Grouping, in_groups, layout, pack, packed_size, quantize
 from eagleray.kernels.cpu.huge_pages import WeightMemory
 from eagleray.kernels.cpu.linear import NativeEmbedding, NativeLinear
-from eagleray.kernels.cpu.lowering import lower
+from eagleray.kernels.cpu.lowering import CACHE_FORMATS, lower
 from eagleray.kernels.cpu.mapped_files import RowReader
 from eagleray.kernels.cpu.mla import NativeMLA
 from eagleray.kernels.cpu.program import CpuProgram
@@ -165,12 +165,16 @@ class CpuBackend(RecordingBackend):
     def adapter_site(self, table: AdapterTable, in_features: int, out_features: Sequence[int]) -> NativeAdapterSite:
         return NativeAdapterSite(table, self._adapter_memory, in_features, out_features)
 
-    def serves_fp8_cache(self, device: torch.device) -> bool:
-        return False
+    def serves_cache(self, cache_dtype: torch.dtype, device: torch.device, *, of_latents: bool) -> bool:
+        return not of_latents and cache_dtype in CACHE_FORMATS
 
-    def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """See `csrc/attention.h`."""
-        return num_kv_heads, 2, -(-block_size // abi.NUM_LANES) * abi.NUM_LANES * head_dim
+    def cache_block(
+        self, block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype
+    ) -> tuple[int, ...]:
+        """See `csrc/attention.h`. Keys and values of 8 bits are followed by two scales of 2 bytes for each token."""
+        num_scale_bytes = 4 if cache_dtype in CACHE_FORMATS else 0
+        lanes = -(-block_size // abi.NUM_LANES) * abi.NUM_LANES
+        return num_kv_heads, lanes * (2 * head_dim + num_scale_bytes)
 
     def mla_cache_block(self, block_size: int, size: int) -> tuple[int, ...]:
         return mla_cache_block(block_size, size)

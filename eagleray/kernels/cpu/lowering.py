@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from eagleray.kernels.cpu.abi import CStruct, abi
@@ -38,6 +39,9 @@ from eagleray.kernels.recording import (
     assign_buffers,
 )
 from eagleray.parallel.group import TensorParallelGroup
+
+CACHE_FORMATS: dict[torch.dtype, int] = {torch.int8: abi.CACHE_INT8, torch.float8_e4m3fn: abi.CACHE_FP8}
+"""Formats of caches that have scales, by the dtype of their codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +168,7 @@ def _c_attend(op: AttentionOp) -> CStruct:
     """Convert to C. The struct points into `op`."""
     params = op.params
     return abi.CAttend(
-        params=c_attention_params(params, op.block_size),
+        params=c_attention_params(params, op.block_size, op.cache.dtype),
         q_norm=None if params.q_norm is None else params.q_norm.data_ptr(),
         k_norm=None if params.k_norm is None else params.k_norm.data_ptr(),
         eps=params.norm_eps,
@@ -172,7 +176,7 @@ def _c_attend(op: AttentionOp) -> CStruct:
     )
 
 
-def c_attention_params(params: AttentionParams, block_size: int) -> CStruct:
+def c_attention_params(params: AttentionParams, block_size: int, cache_dtype: torch.dtype) -> CStruct:
     """Convert to C. The struct points into `params`, whose weights are float32."""
     return abi.CAttentionParams(
         num_heads=params.num_heads,
@@ -182,6 +186,7 @@ def c_attention_params(params: AttentionParams, block_size: int) -> CStruct:
         window=params.window or 0,
         scale=params.head_dim**-0.5,
         sinks=None if params.sinks is None else params.sinks.data_ptr(),
+        cache_format=CACHE_FORMATS.get(cache_dtype, abi.CACHE_PLAIN),
     )
 
 

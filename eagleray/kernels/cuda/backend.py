@@ -75,10 +75,13 @@ class CudaBackend(RecordingBackend):
     def ranking(self) -> Ranking:
         return DeviceRanking()
 
-    def serves_fp8_cache(self, device: torch.device) -> bool:
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= NATIVE_FP8
+    def serves_cache(self, cache_dtype: torch.dtype, device: torch.device, *, of_latents: bool) -> bool:
+        is_fp8 = cache_dtype == torch.float8_e4m3fn
+        return is_fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= NATIVE_FP8
 
-    def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    def cache_block(
+        self, block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype
+    ) -> tuple[int, ...]:
         return block_size, 2 * num_kv_heads, head_dim
 
     def mla_cache_block(self, block_size: int, size: int) -> tuple[int, ...]:

@@ -149,10 +149,12 @@ class TorchBackend(KernelBackend):
     def adapter_site(self, table: AdapterTable, in_features: int, out_features: Sequence[int]) -> TorchAdapterSite:
         return TorchAdapterSite(table, in_features, out_features)
 
-    def serves_fp8_cache(self, device: torch.device) -> bool:
+    def serves_cache(self, cache_dtype: torch.dtype, device: torch.device, *, of_latents: bool) -> bool:
         return False
 
-    def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    def cache_block(
+        self, block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype
+    ) -> tuple[int, ...]:
         return block_size, 2 * num_kv_heads, head_dim
 
     def mla_cache_block(self, block_size: int, size: int) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def test_config_option_names_are_unique():
         ({"port": 99999}, "option `port`: expected `int` <= 65535"),
         ({"dtype": "int3"}, "option `dtype`: must be one of auto, bfloat16, .*but it is 'int3'"),
         ({"quantization": "int3"}, "option `quantization`: must be one of fp8, int8, .*, but it is 'int3'"),
-        ({"kv_cache_dtype": "fp16"}, "option `kv_cache_dtype`: must be one of auto, fp8, but it is 'fp16'"),
+        ({"kv_cache_dtype": "fp16"}, "option `kv_cache_dtype`: must be one of auto, int8, fp8, but it is 'fp16'"),
         ({"max_num_seqs": "lots"}, "option `max_num_seqs`: expected an integer, which may be written as 8k"),
         ({"context_length": 8}, "no option `context_length`; did you mean `max_model_len`"),
         ({"temperature": 1}, "no option `temperature`$"),

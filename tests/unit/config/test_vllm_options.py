@@ -150,6 +150,7 @@ def test_translate_default_of_vllm_is_accepted(name):
         ({"dtype": "bf16"}, {"dtype": "bfloat16"}),
         ({"dtype": torch.float16}, {"dtype": "float16"}),
         ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8"}),
+        ({"kv_cache_dtype": "int8_per_token_head"}, {"kv_cache_dtype": "int8"}),
         ({"generation_config": "vllm"}, {"generation_config": "none"}),
         ({"load_format": "runai_streamer"}, {"load_format": "safetensors"}),
         ({"attention_backend": "TRITON_ATTN"}, {"attention_backend": "triton"}),

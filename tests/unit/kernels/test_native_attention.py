@@ -7,116 +7,11 @@ import math
 
 import pytest
 import torch
-from native_requests import Batch, Request, error, last_tokens, shuffled_blocks
+from native_layer import DTYPES, EPS, Layer, run
+from native_requests import error, last_tokens
 from torch import Tensor
 
-from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.torch.attention import attend_with_sinks
-
-DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its index
-EPS = 1e-6
-MAX_CONTEXT = 4096
-
-
-class Layer:
-    """A layer's cache, and the requests that have blocks of it."""
-
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        dtype: torch.dtype = torch.bfloat16,
-        *,
-        heads: int = 4,
-        kv_heads: int = 2,
-        head_dim: int = 16,
-        block_size: int = 16,
-        window: int = 0,
-        norm: bool = False,
-        sinks: bool = False,
-        threads: int = 1,
-    ) -> None:
-        self.library, self.dtype, self.threads = library, dtype, threads
-        self.sinks = torch.linspace(-3, 5, heads) if sinks else None
-        scale, there = 1 / math.sqrt(head_dim), None if self.sinks is None else self.sinks.data_ptr()
-        self.params = abi.CAttentionParams(heads, kv_heads, head_dim, block_size, window, scale, there)
-        self.lanes = -(-block_size // 16) * 16
-        self.norms = [torch.rand(head_dim) + 0.5 if norm else None for _ in range(2)]
-        angles = torch.arange(MAX_CONTEXT)[:, None] * 0.5 ** torch.arange(head_dim // 2)
-        self.cos, self.sin = angles.cos(), angles.sin()
-        self.num_blocks = 0
-        self.cache = torch.zeros(0, dtype=dtype)
-        self.scratch = torch.zeros(library.er_attention_scratch_size(self.params, MAX_CONTEXT, threads) // 4 + 1)
-        self.queries = torch.zeros(0)
-
-    @property
-    def width(self) -> int:
-        return (self.params.num_heads + 2 * self.params.num_kv_heads) * self.params.head_dim
-
-    def new_requests(self, sizes: list[int], scale: float = 1.0) -> list[Request]:
-        """Make requests of these sizes with a new cache."""
-        blocks, self.num_blocks = shuffled_blocks(sizes, self.params.block_size)
-        self.cache = torch.zeros(self.num_blocks * self.library.er_block_elements(self.params), dtype=self.dtype)
-        return [Request(torch.randn(n, self.width) * scale, mine) for n, mine in zip(sizes, blocks, strict=True)]
-
-    def views(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [blocks, kv heads, lanes, head_dim] of the cache."""
-        pair = 4 // self.dtype.itemsize
-        keys, values = self.cache.view(self.num_blocks, self.params.num_kv_heads, 2, -1).unbind(2)
-        keys = keys.unflatten(-1, (-1, self.lanes, pair)).transpose(-3, -2).flatten(-2)
-        values = values.unflatten(-1, (-1, self.params.head_dim, pair)).transpose(-2, -1).flatten(-3, -2)
-        return keys, values
-
-    def poison(self, number: float) -> None:
-        """Fill all blocks, as if other requests had used them."""
-        pair = 4 // self.dtype.itemsize
-        keys, values = self.cache.view(self.num_blocks, self.params.num_kv_heads, 2, -1).unbind(2)
-        keys.unflatten(-1, (-1, self.lanes, pair))[..., : self.params.block_size, :] = number
-        for lane in range(self.params.block_size):
-            values.unflatten(-1, (-1, self.params.head_dim, pair))[..., lane // pair, :, lane % pair] = number
-
-    def step(self, *work: tuple[Request, int]) -> list[Tensor]:
-        """Compute the next tokens of these requests, and return their results."""
-        batch = Batch(work, self.params.block_size)
-        self.queries = torch.empty(len(batch.features), self.params.num_heads * self.params.head_dim, dtype=self.dtype)
-        out = torch.full_like(self.queries, 7)
-        norms = [None if norm is None else norm.data_ptr() for norm in self.norms]
-        numbers = DTYPES.index(self.dtype), self.threads
-        tables = *norms, EPS, self.cos.data_ptr(), self.sin.data_ptr()
-        addresses = self.queries.data_ptr(), self.cache.data_ptr()
-        self.library.er_prepare(self.params, batch.metadata, batch.features.data_ptr(), *tables, *addresses, *numbers)
-        self.library.er_attend(
-            self.params, batch.metadata, *addresses, out.data_ptr(), self.scratch.data_ptr(), *numbers
-        )
-        return batch.finish(out)
-
-    def prepared(self, request: Request) -> tuple[Tensor, Tensor]:
-        """Keys and values of the request in the cache, [done, kv heads, head_dim]."""
-        slots, block_size = request.slots(self.params.block_size), self.params.block_size
-        blocks, lanes = slots // block_size, slots % block_size
-        keys, values = self.views()
-        return keys[blocks, :, lanes], values[blocks, :, lanes]
-
-    def truth(self, request: Request, queries: Tensor) -> Tensor:
-        """Attention of the last queries [n, heads * head_dim] over the cache, in float64."""
-        keys, values = (x.double().repeat_interleave(self.group, dim=1) for x in self.prepared(request))
-        n = len(queries)
-        queries = queries.view(n, self.params.num_heads, -1).double()
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.params.scale
-        distance = torch.arange(request.done - n, request.done)[:, None] - torch.arange(request.done)
-        hidden = (distance < 0) | ((distance >= self.params.window) & (self.params.window > 0))
-        scores = scores.masked_fill(hidden, -math.inf)
-        if self.sinks is not None:
-            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, n, 1)), dim=-1)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : request.done], values).flatten(1)
-
-    @property
-    def group(self) -> int:
-        return self.params.num_heads // self.params.num_kv_heads
-
-
-def run(layer: Layer, request: Request, counts: list[int]) -> Tensor:
-    """Compute a request in steps of `counts` tokens."""
-    return torch.cat([layer.step((request, count))[0] for count in counts])
 
 
 def check_accuracy(library: ctypes.CDLL, dtype: torch.dtype, size: int, **shape: int) -> None:

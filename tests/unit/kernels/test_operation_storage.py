@@ -120,7 +120,7 @@ class Pass:
 
     def __init__(self, operations: Operations, kind: str) -> None:
         backend = operations.backend
-        block = backend.cache_block(BLOCK_SIZE, 1, HEAD_DIM)
+        block = backend.cache_block(BLOCK_SIZE, 1, HEAD_DIM, operations.dtype)
         if kind == "latent":
             block = backend.mla_cache_block(BLOCK_SIZE, RANK + HEAD_DIM)
         self.cache = KVCache([torch.zeros((5, *block), dtype=operations.dtype)], BLOCK_SIZE)

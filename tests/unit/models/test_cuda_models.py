@@ -139,7 +139,7 @@ def test_model_on_a_cpu_imports_no_triton(tmp_path):
 
 def test_forward_with_fp8_cache_is_close_to_the_models(tmp_path, monkeypatch):
     """Cached numbers have three bits, so logits, whose standard deviation is 1.6, differ by about 0.25."""
-    monkeypatch.setattr(CudaBackend, "serves_fp8_cache", lambda self, device: True)
+    monkeypatch.setattr(CudaBackend, "serves_cache", lambda *_, of_latents: True)
     checkpoint = make_checkpoint(tmp_path, "qwen3", tokenizer=False, num_hidden_layers=2)
     logits, tokens = {}, random_prompt(0, 20, 384)
     for cache_dtype in ("auto", "fp8"):

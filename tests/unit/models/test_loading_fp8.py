@@ -209,12 +209,6 @@ def test_load_model_quantized_weights_beyond_memory_are_refused(backends, tmp_pa
         load(checkpoint, dtype="bfloat16", total_memory=1000, quantization="fp8")
 
 
-def test_load_model_fp8_cache_on_a_cpu_is_refused(tmp_path):
-    checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False)
-    with pytest.raises(ConfigError, match="`kv_cache_dtype`: the attention kernels of LlamaForCausalLM on cpu"):
-        load(checkpoint, kv_cache_dtype="fp8")
-
-
 def test_load_model_wrong_scales_are_refused(tmp_path):
     small, _ = write_fp8_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", BLOCK)
     tensors = load_file(small / "model.safetensors")

@@ -240,7 +240,7 @@ def test_worker_kernel_that_was_asked_for_and_does_not_compile_is_refused(checkp
 
 def test_worker_fp8_cache_takes_a_quarter_of_float32(checkpoint, monkeypatch):
     monkeypatch.setattr(registry, "choose_backend", lambda *_: TorchBackend())
-    monkeypatch.setattr(TorchBackend, "serves_fp8_cache", lambda self, device: True)
+    monkeypatch.setattr(TorchBackend, "serves_cache", lambda *_, of_latents: True)
     sizes = []
     for cache_dtype in ("auto", "fp8"):
         worker = Worker(ID, 0, build_config(model=str(checkpoint), num_threads=1, kv_cache_dtype=cache_dtype), ONE_RANK)
@@ -252,7 +252,10 @@ def test_worker_fp8_cache_takes_a_quarter_of_float32(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "problem"),
-    [({"quantization": "fp8"}, "option `quantization`"), ({"kv_cache_dtype": "fp8"}, "option `kv_cache_dtype`")],
+    [
+        ({"quantization": "fp8"}, "option `quantization`"),
+        ({"kv_cache_dtype": "fp8", "attention_backend": "torch"}, "option `kv_cache_dtype`"),
+    ],
 )
 def test_worker_fp8_on_a_cpu_is_refused(checkpoint, options, problem):
     worker = Worker(ID, 0, build_config(model=str(checkpoint), num_threads=1, **options), ONE_RANK)

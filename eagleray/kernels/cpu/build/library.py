@@ -3,7 +3,7 @@
 A wheel has a prebuilt library for each variant of `variants.py`. In a source tree, and where no prebuilt one can be
 used, the system's C++ compiler makes one for this processor at first use, which may take half a minute, and it is kept
 in the user's cache directory. The sources include no header of torch, but the library shares torch's OpenMP threads. So
-this module imports torch first, and settings of these threads (`config/environment.py`) have to be made before that.
+torch is imported first, and settings of these threads (`config/environment.py`) have to be made before that.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import torch
 
 from eagleray.config.environment import build_settings
 from eagleray.errors import DeadlineExceeded
@@ -40,9 +38,7 @@ def native_library() -> ctypes.CDLL:
     EAGLERAY_CPU_KERNELS names kernels that this processor cannot run."""
     architecture, capabilities = platform.machine(), processor_capabilities()
     wanted = build_settings().kernels
-    variant = (
-        named_variant(wanted, architecture, capabilities) if wanted else best_variant(architecture, capabilities)
-    )
+    variant = named_variant(wanted, architecture, capabilities) if wanted else best_variant(architecture, capabilities)
     if variant and variant.prebuilt.exists():
         try:
             library = open_prebuilt(variant.prebuilt)

@@ -31,7 +31,7 @@ def processor_capabilities() -> Mapping[str, object]:
 def native_flags(capabilities: Mapping[str, object]) -> tuple[str, ...]:
     """Return the compiler's flags for this processor, which compile no instructions that the system refuses."""
     is_refused = torch.cpu.get_capabilities().get("amx_bf16") and not capabilities.get("amx_bf16")
-    return (*NATIVE_FLAGS, "-mno-amx-tile") if is_refused else NATIVE_FLAGS
+    return (*NATIVE_FLAGS, "-mno-amx-tile", "-mno-amx-bf16") if is_refused else NATIVE_FLAGS
 
 
 def _request_matrix_registers() -> bool:

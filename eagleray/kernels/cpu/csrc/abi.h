@@ -116,6 +116,13 @@ void er_add(const float* x, int64_t stride, int64_t num_rows, int64_t size, floa
 
 // ---- attention
 
+// The numbers in a cache of keys and values, see cache_format.h.
+enum {
+  CACHE_PLAIN,  // of the dtype that the kernel is called with
+  CACHE_INT8,   // codes of 8 bits; a token has a scale for each head's key and value
+  CACHE_FP8,
+};
+
 typedef struct {
   int64_t num_heads;     // a multiple of num_kv_heads
   int64_t num_kv_heads;
@@ -124,6 +131,7 @@ typedef struct {
   int64_t window;        // 0: all positions; else a query at position p sees the positions > p - window
   float scale;           // of the scores; positive
   const float* sinks;    // [num_heads] a score without a key, beside those of the keys; null: none
+  int64_t cache_format;  // one of CACHE_*
 } CAttentionParams;
 
 // The batch of one step, as attention needs it; the same for all layers.
@@ -138,7 +146,7 @@ typedef struct {
   const int32_t* slot_mapping;     // [num_tokens] block * block_size + offset; no slot twice
 } CAttentionMetadata;
 
-// The number of elements of one block in the cache of a layer.
+// The number of elements of one block in the cache of a layer: of bytes, unless its format is CACHE_PLAIN.
 int64_t er_block_elements(const CAttentionParams* params);
 
 // Bytes of scratch that attention over contexts of up to `max_context` tokens needs. The scratch begins as zeros.

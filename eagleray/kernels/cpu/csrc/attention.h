@@ -6,6 +6,9 @@
 //   keys    [head_dim / PAIR][lanes][PAIR]   a register holds 16 tokens: scores += dot(query pair, keys)
 //   values  [lanes / PAIR][head_dim][PAIR]   a register holds 16 features: results += dot(probability pair, values)
 //
+// With codes of 8 bits a register is read from half the memory: PAIR is 2. The scales of keys and then of values follow
+// the values of a block and kv head, bfloat16 [lanes] each (cache_format.h).
+//
 // The cache begins as zeros. Lanes beyond block_size are never written. Lanes beyond the end of a row's context hold
 // numbers that another request left there, possibly NaN; none of them reaches a result.
 //
@@ -20,10 +23,12 @@ namespace eagleray {
 
 inline int64_t lanes_of_block(const CAttentionParams& params) { return round_up(params.block_size, LANES); }
 
-// The number of elements of one block in the cache of a layer.
-inline int64_t block_elements(const CAttentionParams& params) {
-  return params.num_kv_heads * 2 * lanes_of_block(params) * params.head_dim;
+// The numbers of elements of a kv head's part of a block, and of a whole block, in the cache of a layer.
+inline int64_t head_elements(const CAttentionParams& params) {
+  const int64_t scales = params.cache_format == CACHE_PLAIN ? 0 : 2 * int64_t(sizeof(Bf16));
+  return lanes_of_block(params) * (2 * params.head_dim + scales);
 }
+inline int64_t block_elements(const CAttentionParams& params) { return params.num_kv_heads * head_elements(params); }
 
 // Split qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] into queries, keys and values. Queries and keys are
 // normalized if q_norm and k_norm [head_dim] are not null, and rotated by their position with the tables cos and sin
@@ -31,7 +36,7 @@ inline int64_t block_elements(const CAttentionParams& params) {
 template <class T>
 void prepare(const Shard& shard, const CAttentionParams& params, const CAttentionMetadata& metadata, const float* qkv,
              const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin, T* queries,
-             T* cache);
+             void* cache);
 
 // The number of floats of scratch that a team of `num_threads` needs for contexts up to `max_context`. The scratch
 // begins as zeros and serves one phase at a time.
@@ -42,6 +47,6 @@ int64_t attend_scratch(const CAttentionParams& params, int64_t max_context, int 
 // with it, but no other row.
 template <class T>
 void attend(const Shard& shard, const CAttentionParams& params, const CAttentionMetadata& metadata, const T* queries,
-            const T* cache, T* out, float* scratch);
+            const void* cache, T* out, float* scratch);
 
 }  // namespace eagleray

@@ -7,8 +7,7 @@
 
 #include <algorithm>
 
-#include "attention.h"
-#include "product_tile.h"
+#include "cache_format.h"
 
 namespace eagleray {
 namespace {
@@ -41,11 +40,11 @@ inline void for_rows(Span rows, F&& f) {
 
 template <class T, int M, int N>
 struct Totals {
-  Sums of[M][N * PARTS];
+  SumsOf<T> of[M][N * PARTS];
 
   Totals() {
     for (int m = 0; m < M; m++)
-      for (int i = 0; i < N * PARTS; i++) of[m][i] = Sums{};
+      for (int i = 0; i < N * PARTS; i++) of[m][i] = SumsOf<T>{};
   }
 
   // Row m += a[m * row_step] * b, where an element of a is a pair and b has N vectors.
@@ -60,23 +59,35 @@ struct Totals {
 
   void write(float* out, int64_t row_step) const {
     for (int m = 0; m < M; m++)
-      for (int i = 0; i < N * PARTS; i++) std::memcpy(out + m * row_step + i * WIDTH, &of[m][i], sizeof(Sums));
+      for (int i = 0; i < N * PARTS; i++) {
+        const Sums part = __builtin_convertvector(of[m][i], Sums);
+        std::memcpy(out + m * row_step + i * WIDTH, &part, sizeof part);
+      }
+  }
+
+  // The same, multiplied by a factor for each row.
+  void write(float* out, int64_t row_step, const float* factors) const {
+    for (int m = 0; m < M; m++)
+      for (int i = 0; i < N * PARTS; i++) {
+        const Sums part = __builtin_convertvector(of[m][i], Sums) * factors[m];
+        std::memcpy(out + m * row_step + i * WIDTH, &part, sizeof part);
+      }
   }
 };
 
 // scores[M][N slices] = queries[M] . keys[N]; `step` is the distance between pairs of features.
-template <class T, int M, int N>
-__attribute__((noinline)) void multiply_keys(const T* queries, const T* const* keys, const T* const* later,
+template <class Format, int M, int N, class T = typename Format::Number, class Stored = typename Format::Stored>
+__attribute__((noinline)) void multiply_keys(const T* queries, const Stored* const* keys, const Stored* const* later,
                                              int64_t step, int64_t size, float* scores) {
   Totals<T, M, N> totals;
-  const T *from[N], *fetch[N];
+  const Stored *from[N], *fetch[N];
   for (int n = 0; n < N; n++) from[n] = keys[n], fetch[n] = later[n];
   int64_t i = 0, offset = 0;
   do {
     Register<T> b[N * PARTS];
 #pragma GCC unroll 16
     for (int n = 0; n < N * PARTS; n++)
-      b[n] = read<Register<T>>(from[n / PARTS] + offset + n % PARTS * WIDTH * PAIR<T>);
+      b[n] = Format::decode(from[n / PARTS] + offset + n % PARTS * WIDTH * PAIR<T>);
     for (int n = 0; n < N; n++) __builtin_prefetch(fetch[n] + offset);
     totals.add(queries + i, MAX_HEAD_DIM, b);
     i += PAIR<T>, offset += step;
@@ -96,39 +107,47 @@ inline void for_values(Span slices, int64_t step, F&& f) {
 }
 
 // out[M][N vectors from `feature` on] = probabilities[M] . values; `step` is the distance between pairs of tokens.
-template <class T, int M, int N>
-__attribute__((noinline)) void multiply_values(const T* probabilities, const T* const* values, const T* const* later,
-                                               Span slices, int64_t step, int64_t feature, float* out) {
+// `factors`: of the rows' results; null for a cache without scales.
+template <class Format, int M, int N, class T = typename Format::Number, class Stored = typename Format::Stored>
+__attribute__((noinline)) void multiply_values(const T* probabilities, const Stored* const* values,
+                                               const Stored* const* later, Span slices, int64_t step, int64_t feature,
+                                               const float* factors, float* out) {
   Totals<T, M, N> totals;
   for_values<T>(slices, step, [&](int64_t slice, int64_t lane, int64_t offset) __attribute__((always_inline)) {
-    const T* from = values[slice] + offset + feature * PAIR<T>;
-    const T* fetch = later[slice] + offset + feature * PAIR<T>;
+    const Stored* from = values[slice] + offset + feature * PAIR<T>;
+    const Stored* fetch = later[slice] + offset + feature * PAIR<T>;
     Register<T> b[N * PARTS];
 #pragma GCC unroll 16
-    for (int i = 0; i < N * PARTS; i++) b[i] = read<Register<T>>(from + i * WIDTH * PAIR<T>);
+    for (int i = 0; i < N * PARTS; i++) b[i] = Format::decode(from + i * WIDTH * PAIR<T>);
     for (int n = 0; n < N; n++) __builtin_prefetch(fetch + n * LANES * PAIR<T>);
     totals.add(probabilities + slice * LANES + lane, CHUNK_LANES, b);
   });
-  totals.write(out + feature, RESULT_SIZE);
+  if constexpr (Format::HAS_SCALES) totals.write(out + feature, RESULT_SIZE, factors);
+  else totals.write(out + feature, RESULT_SIZE);
 }
 
 // The same for one row and the features after the last full vector.
-template <class T>
-void multiply_rest(const T* probabilities, const T* const* values, Span slices, int64_t step, int64_t feature,
-                   float* out) {
-  Floats total = {};
+template <class Format, class T = typename Format::Number, class Stored = typename Format::Stored>
+__attribute__((noinline)) void multiply_rest(const T* probabilities, const Stored* const* values, Span slices,
+                                             int64_t step, int64_t feature, const float* factors, float* out) {
+  Totals<T, 1, 1> totals;
   for_values<T>(slices, step, [&](int64_t slice, int64_t lane, int64_t offset) {
-    T rest[LANES * PAIR<T>] = {};
-    std::memcpy((void*)rest, values[slice] + offset + feature * PAIR<T>, size_t(step - feature * PAIR<T>) * sizeof(T));
-    total = dot(total, splat_pair(probabilities + slice * LANES + lane), load_pairs(rest));
+    Stored rest[LANES * PAIR<T>] = {};
+    std::memcpy((void*)rest, values[slice] + offset + feature * PAIR<T>,
+                size_t(step - feature * PAIR<T>) * sizeof(Stored));
+    Register<T> b[PARTS];
+    for (int i = 0; i < PARTS; i++) b[i] = Format::decode(rest + i * WIDTH * PAIR<T>);
+    totals.add(probabilities + slice * LANES + lane, CHUNK_LANES, b);
   });
-  store(out + feature, total);
+  if constexpr (Format::HAS_SCALES) totals.write(out + feature, RESULT_SIZE, factors);
+  else totals.write(out + feature, RESULT_SIZE);
 }
 
 // ---- softmax
 
 inline Floats exp2_of(Floats x, float) { return exp2(x); }
-inline Floats exp2_of(Floats x, Bf16) {
+template <class Rounded>  // to 16 bits
+inline Floats exp2_of(Floats x, Rounded) {
 #ifdef __AVX512DQ__
   // 2^(x - floor(x)) * 2^floor(x), with a relative error of 3e-6, far below that of rounding to bfloat16.
   Floats rest = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
@@ -143,14 +162,6 @@ inline Floats exp2_of(Floats x, Bf16) {
 #endif
 }
 
-inline float max_lane(Floats x) {
-#ifdef __AVX512F__
-  return _mm512_reduce_max_ps((__m512)x);
-#else
-  return highest(x);
-#endif
-}
-
 inline Floats hide(Floats scores, Span visible) {
   const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, hidden = splat(-INFINITY);
   if (visible.begin <= 0 && visible.end >= LANES) return scores;
@@ -158,17 +169,28 @@ inline Floats hide(Floats scores, Span visible) {
   return select_below(lanes, splat(float(visible.end)), behind_begin, hidden);
 }
 
+// Of each slice of a chunk: 16 scales of keys, and 16 of values.
+struct SliceScales {
+  const Bf16* keys[CHUNK_SLICES];
+  const Bf16* values[CHUNK_SLICES];
+};
+
 // Compute the probabilities of a row's scores relative to the highest score, which is returned, and 16 partial sums of
 // them. visible(slice) is the span of lanes that the row sees; other probabilities are 0. The scores are overwritten.
-template <class T, class Visible>
-inline float softmax(Span slices, Visible&& visible, float scale, float* scores, T* probabilities, float* sums) {
+// If the cache has scales, the scores are multiplied by those of the keys first, and the probabilities by those of the
+// values in the end; `factor` becomes that of the results.
+template <class Format, class Visible, class T = typename Format::Number>
+inline float softmax(Span slices, Visible&& visible, float scale, const SliceScales& scales, float* scores,
+                     T* probabilities, float* sums, float* factor) {
   // Four independent chains, so that instructions do not wait for each other; slice i belongs to chain i % 4.
   const int64_t begin = slices.begin / 4 * 4, end = round_up(slices.end, 4);
   Floats maxima[4] = {splat(NO_SCORE), splat(NO_SCORE), splat(NO_SCORE), splat(NO_SCORE)}, totals[4] = {};
   for (int64_t first = begin; first < end; first += 4)
     for (int i = 0; i < 4; i++) {
       float* at = scores + (first + i) * LANES;
-      Floats x = hide(load(at), visible(first + i));
+      Floats x = load(at);
+      if constexpr (Format::HAS_SCALES) x = x * load(scales.keys[first + i]);
+      x = hide(x, visible(first + i));
       store(at, x);
       maxima[i] = max(x, maxima[i]);
     }
@@ -177,8 +199,16 @@ inline float softmax(Span slices, Visible&& visible, float scale, float* scores,
     for (int i = 0; i < 4; i++) {
       Floats p = exp2_of(load(scores + (first + i) * LANES) * scale - max_score, T{});
       totals[i] += p;
-      store(probabilities + (first + i) * LANES, p);
+      if constexpr (Format::HAS_SCALES) {
+        // a value that the row does not see may have any scale, also NaN
+        store(scores + (first + i) * LANES,
+              select_below(Floats{}, p, p * load(scales.values[first + i]), Floats{}));
+      } else {
+        store(probabilities + (first + i) * LANES, p);
+      }
     }
+  if constexpr (Format::HAS_SCALES)
+    *factor = convert_numbers<Format>(scores + begin * LANES, (end - begin) * LANES, probabilities + begin * LANES);
   store(sums, (totals[0] + totals[1]) + (totals[2] + totals[3]));
   return max_score;
 }

@@ -26,6 +26,10 @@
 #endif
 #include <sched.h>
 
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define HAS_MATRICES  // instructions that multiply matrices, see matrix_tile.h
+#endif
+
 // Only the functions of the interface are visible in the library.
 #pragma GCC visibility push(default)
 extern "C" {
@@ -152,6 +156,15 @@ inline float highest(Floats x) {
     for (int lane = 0; lane < width; lane++)
       lanes[lane] = lanes[lane] > lanes[lane + width] ? lanes[lane] : lanes[lane + width];
   return lanes[0];
+}
+
+// The same, also if some lanes are NaN, but which number that gives then depends on the processor.
+inline float max_lane(Floats x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  return highest(x);
+#endif
 }
 
 // 2^x with a relative error of about 1e-7; 0 for x below -126. x is at most 127.

@@ -17,7 +17,7 @@ constexpr int64_t DECODED_PAIRS = 128;  // of a part that is decoded, or up to o
 #ifdef __AVX512BF16__
 
 // Sums of the products of some groups with the rows of a tile.
-#ifdef __AMX_BF16__
+#ifdef HAS_MATRICES
 
 constexpr int GROUPED_TILE_ROWS = 4;  // more rows are multiplied by matrix instructions
 constexpr int64_t SUMMED_PAIRS = 16;

@@ -5,7 +5,7 @@
 // and k is divided into the same steps for each, so that a row's sums have the same bits in any company.
 #pragma once
 
-#ifdef __AMX_BF16__
+#ifdef HAS_MATRICES
 
 #include "grouped.h"
 #include "product_tile.h"
@@ -27,28 +27,59 @@ constexpr int64_t STEP_SIZE = MATRIX_ROWS * STEP_PAIRS * 2;  // elements of 16 r
 #define FIRST_HALF 6
 #define SECOND_HALF 7
 
-// The sizes of this thread's matrix registers.
+// In attention: four times 16 totals of each row, the rows, and what they are multiplied with.
+#define TOTALS_0 0
+#define TOTALS_1 1
+#define TOTALS_2 2
+#define TOTALS_3 3
+#define QUERIES 4
+#define PROBABILITIES 5
+#define KEYS 6
+#define VALUES 7
+
+// The sizes of the matrix registers.
 class MatrixSizes {
  public:
-  // Set them for `low` and `high` rows, and for steps of `pairs` pairs. The contents of the registers are lost.
-  static void set(int64_t low, int64_t high, int64_t pairs) {
-    const int64_t wanted = low << 16 | high << 8 | pairs;
-    if (current() == wanted) return;
-    current() = wanted;
-    Sizes sizes = {};
-    sizes.palette = 1;
-    auto describe = [&](int index, int64_t rows, int64_t bytes) {
-      sizes.rows[index] = uint8_t(std::max<int64_t>(rows, 1)), sizes.row_bytes[index] = uint16_t(bytes);
-    };
-    for (auto index : {LOW_FIRST, LOW_SECOND}) describe(index, low, 64);
-    for (auto index : {HIGH_FIRST, HIGH_SECOND}) describe(index, high, 64);
-    describe(LOW_ROWS, low, 4 * pairs);
-    describe(HIGH_ROWS, high, 4 * pairs);
-    for (auto index : {FIRST_HALF, SECOND_HALF}) describe(index, pairs, 64);
-    _tile_loadconfig(&sizes);
+  void set(int index, int64_t rows, int64_t row_bytes) {
+    sizes_.rows[index] = uint8_t(rows), sizes_.row_bytes[index] = uint16_t(row_bytes);
+  }
+  void load() const { _tile_loadconfig(&sizes_); }
+
+ private:
+  struct {
+    uint8_t palette = 1, reserved[15] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  } sizes_;
+};
+
+// The matrix registers of this thread.
+class MatrixRegisters {
+ public:
+  // Size them for products of `low` and `high` rows in steps of `pairs` pairs. What they hold is lost.
+  static void size_for_product(int64_t low, int64_t high, int64_t pairs) {
+    resize(low << 16 | high << 8 | pairs, [=](MatrixSizes& sizes) {
+      for (int index : {LOW_FIRST, LOW_SECOND}) sizes.set(index, low, 64);
+      sizes.set(LOW_ROWS, low, 4 * pairs);
+      for (int index : {FIRST_HALF, SECOND_HALF}) sizes.set(index, pairs, 64);
+      if (high == 0) return;
+      for (int index : {HIGH_FIRST, HIGH_SECOND}) sizes.set(index, high, 64);
+      sizes.set(HIGH_ROWS, high, 4 * pairs);
+    });
   }
 
-  // Give the registers back, so that the system need not save them.
+  // Size them for attention of some rows, see matrix_attention.h. What they hold is lost.
+  static void size_for_attention(int64_t rows) {
+    resize(int64_t(1) << 32 | rows, [=](MatrixSizes& sizes) {
+      for (int index : {TOTALS_0, TOTALS_1, TOTALS_2, TOTALS_3}) sizes.set(index, rows, 64);
+      sizes.set(QUERIES, rows, 64);
+      sizes.set(PROBABILITIES, rows, 32);
+      sizes.set(KEYS, 16, 64);
+      sizes.set(VALUES, 8, 64);
+    });
+  }
+
+  // Give them back, so that the system need not save them.
   static void release() {
     if (current() == 0) return;
     current() = 0;
@@ -56,14 +87,17 @@ class MatrixSizes {
   }
 
  private:
-  struct Sizes {
-    uint8_t palette, first_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  };
+  template <class Describe>
+  static void resize(int64_t wanted, Describe&& describe) {
+    if (current() == wanted) return;
+    current() = wanted;
+    MatrixSizes sizes;
+    describe(sizes);
+    sizes.load();
+  }
 
   static int64_t& current() {
-    static thread_local int64_t sizes = 0;  // 0: the registers are not in use
+    static thread_local int64_t sizes = 0;  // 0: they are not in use
     return sizes;
   }
 };
@@ -158,7 +192,7 @@ inline void multiply_rows(const Bf16* const* x, int64_t rows, bool is_interleave
   const int64_t low_rows = std::min<int64_t>(rows, MATRIX_ROWS), high_rows = rows - low_rows;
   const int64_t steps = (pairs.end - pairs.begin) / STEP_PAIRS, rest = (pairs.end - pairs.begin) % STEP_PAIRS;
   auto multiply = [&](int64_t first, int64_t count, int64_t step_pairs) {
-    MatrixSizes::set(low_rows, high_rows, step_pairs);
+    MatrixRegisters::size_for_product(low_rows, high_rows, step_pairs);
     auto multiply_half = high_rows ? multiply_steps<true, Ahead> : multiply_steps<false, Ahead>;
     multiply_half(matrix.from(first), weight + first * STEP_PAIRS * PANEL * 2, count, step_pairs, sums,
                   pairs.begin > 0 || first > 0, prefetch);
@@ -187,7 +221,7 @@ inline void add_decoded_groups(const Bf16* rows, int64_t row_bytes, int64_t step
   constexpr int HALVES = ROWS <= 8 ? 2 : 1;  // of the panel at a time, whose sums fit into the registers
   const CGrouping& grouping = groups.grouping;
   const int64_t group_pairs = grouping.size / 2, depth = std::min(group_pairs, STEP_PAIRS);
-  MatrixSizes::set(ROWS, 0, depth);
+  MatrixRegisters::size_for_product(ROWS, 0, depth);
   for (int begin = 0; begin < 2; begin += HALVES) {
     Floats total[ROWS][HALVES];
 #pragma GCC unroll 16

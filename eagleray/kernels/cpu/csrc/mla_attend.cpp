@@ -12,7 +12,7 @@ constexpr int64_t CHUNK_TOKENS = CHUNK_LANES;
 // The attention over latents as one with a single head of keys. Its tasks and chunks are those of a cache whose blocks
 // are whole slices, because here any positions can be cut apart.
 CAttentionParams as_attention(const CMLAParams& params) {
-  return {params.num_heads, 1, params.rank, LANES, 0, params.scale, nullptr};
+  return {params.num_heads, 1, params.rank, LANES, 0, params.scale, nullptr, CACHE_PLAIN};
 }
 
 // Memory that grows to what is needed, from a cache line on.

@@ -182,7 +182,7 @@ class Block {
   // ---- weights of few bits
 
   void multiply_grouped(Span panels, const CGrouping& grouping) const {
-#ifdef __AMX_BF16__
+#ifdef HAS_MATRICES
     const FlushedDenormals flushed;
 #endif
     const float* input_sums[MAX_ROWS] = {};
@@ -219,7 +219,7 @@ class Block {
     if (num_tiles == 1)
       prefetch = {reinterpret_cast<const char*>(groups.from) + PREFETCH_BYTES, divide_up(bytes, vectors)};
     bool last = groups.begin + groups.count == product.k / groups.grouping.size;
-#ifdef __AMX_BF16__
+#ifdef HAS_MATRICES
     if (decodes_parts()) {
       alignas(64) Bf16 decoded[(DECODED_PAIRS + MAX_GROUP_PAIRS) * PANEL * 2];
       decode_groups(decoder, groups, prefetch, decoded);
@@ -423,8 +423,8 @@ void multiply_all(const Shard& shard, const Product<T>* products, int64_t count)
       at += partition.panels * unit;
     }
   }
-#ifdef __AMX_BF16__
-  MatrixSizes::release();
+#ifdef HAS_MATRICES
+  MatrixRegisters::release();
 #endif
 }
 

@@ -9,6 +9,12 @@
 
 #include "product.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace eagleray {
 
 // ---- vectors that are exactly one register, unlike `Floats`, because a tile must fit into the registers
@@ -25,9 +31,19 @@ constexpr int WIDTH = 4, REGISTERS = 32;
 
 typedef float Sums __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
+typedef int16_t Shorts __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t WholeSums __attribute__((vector_size(4 * WIDTH)));
+
+// A whole number, whose products with others are added up without rounding.
+struct Int16 {
+  int16_t value;
+};
 
 template <class T>
-using Register = std::conditional_t<std::is_same_v<T, float>, Sums, Bits>;  // of pairs
+using Register =
+    std::conditional_t<std::is_same_v<T, float>, Sums, std::conditional_t<std::is_same_v<T, Int16>, Shorts, Bits>>;
+template <class T>
+using SumsOf = std::conditional_t<std::is_same_v<T, Int16>, WholeSums, Sums>;  // of products of pairs
 
 template <class Vector, class From>
 inline Vector read(const From* from) {
@@ -37,6 +53,7 @@ inline Vector read(const From* from) {
 }
 inline Sums splat_to(Sums, const float* pair) { return *pair - Sums{}; }  // unlike x + 0, x - 0 is x for every x
 inline Bits splat_to(Bits, const Bf16* pair) { return Bits{} + read<uint32_t>(pair); }
+inline Shorts splat_to(Shorts, const Int16* pair) { return (Shorts)(Bits{} + read<uint32_t>(pair)); }
 
 inline Sums add_products(Sums total, Sums a, Sums b) { return total + a * b; }
 inline Sums add_products(Sums total, Bits a, Bits b) {
@@ -49,11 +66,26 @@ inline Sums add_products(Sums total, Bits a, Bits b) {
   return total + (Sums)(a & high) * (Sums)(b & high) + (Sums)(a << 16) * (Sums)(b << 16);
 #endif
 }
+inline WholeSums add_products(WholeSums total, Shorts a, Shorts b) {
+#if defined(__AVX512VNNI__)
+  return (WholeSums)_mm512_dpwssd_epi32((__m512i)total, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+  return total + (WholeSums)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return total + (WholeSums)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__) && !defined(__AVX__)
+  return total + (WholeSums)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  WholeSums a_high = (WholeSums)a >> 16, b_high = (WholeSums)b >> 16;
+  WholeSums a_low = (WholeSums)((Bits)a << 16) >> 16, b_low = (WholeSums)((Bits)b << 16) >> 16;
+  return total + a_high * b_high + a_low * b_low;
+#endif
+}
 
 // ---- sizes
 
 // Whether tiles of this type are computed by the instructions of matrix_tile.h.
-#ifdef __AMX_BF16__
+#ifdef HAS_MATRICES
 template <class T>
 constexpr bool BY_MATRIX = std::is_same_v<T, Bf16>;
 #else

@@ -69,14 +69,13 @@ class Program {
   }
 
   void attend(const CAttend& args) const {
-    T* cache = static_cast<T*>(args.cache);
     T* queries = rows<T>(args.queries);
     team_.for_each_shard([&](Shard shard) {
       prepare(shard, args.params, batch_.metadata, rows<float>(args.qkv), args.q_norm, args.k_norm, args.eps,
-              batch_.cos, batch_.sin, queries, cache);
+              batch_.cos, batch_.sin, queries, args.cache);
     });
     team_.for_each_shard([&](Shard shard) {
-      eagleray::attend(shard, args.params, batch_.metadata, queries, cache, rows<T>(args.out),
+      eagleray::attend(shard, args.params, batch_.metadata, queries, args.cache, rows<T>(args.out),
                        static_cast<float*>(batch_.attention_scratch));
     });
   }
