@@ -3,10 +3,10 @@
 // Every number of rows is multiplied by these instructions. Slices that a row does not see add products with 0.
 #pragma once
 
-#ifdef HAS_MATRICES
-
 #include "attention_tile.h"
 #include "matrix_tile.h"
+
+#ifdef HAS_MATRICES
 
 namespace eagleray {
 namespace {

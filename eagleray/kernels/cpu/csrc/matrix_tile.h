@@ -5,10 +5,10 @@
 // and k is divided into the same steps for each, so that a row's sums have the same bits in any company.
 #pragma once
 
-#ifdef HAS_MATRICES
-
 #include "grouped.h"
 #include "product_tile.h"
+
+#ifdef HAS_MATRICES
 
 namespace eagleray {
 

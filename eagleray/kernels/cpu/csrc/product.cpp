@@ -2,7 +2,8 @@
 //
 // A tile must be able to read from the second-level cache, so a block fits into it: up to 8 tiles of rows, and as much
 // of k as leaves room for two panels. While one panel is multiplied, the next one is prefetched, a part during each
-// tile. The rows of a large block are interleaved in the order in which tiles read them, once for all its panels.
+// tile. The rows of a large block are interleaved in the order in which tiles read them, once for all its panels. Matrix
+// instructions compute larger tiles (matrix_tile.h), in the same blocks.
 #include "product.h"
 
 #include <algorithm>
@@ -295,10 +296,14 @@ struct Partition {
   }
 };
 
-// The cost of a unit, in operations on a pair of k. Few rows take as long as reading the weight.
+// The number of rows that take as long as reading the weight.
+template <class T>
+constexpr int64_t ROWS_PER_READ = BY_MATRIX<T> ? 64 : 16;
+
+// The cost of a unit, in operations on a pair of k.
 template <class T>
 int64_t cost(const Product<T>& product, Span rows) {
-  return divide_up(product.k, PAIR<T>) * std::max<int64_t>(rows.end - rows.begin, 16);
+  return divide_up(product.k, PAIR<T>) * std::max<int64_t>(rows.end - rows.begin, ROWS_PER_READ<T>);
 }
 
 // ---- packing
