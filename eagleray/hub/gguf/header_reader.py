@@ -19,8 +19,9 @@ from eagleray.hub.gguf.number_types import ValueType
 
 MAX_HEADER_BYTES = 2**27
 """Bound of the whole header. Those of published models have less than 2**25 bytes."""
-MAX_ITEMS = 2**22
-"""Bound of the elements of all arrays together. A tokenizer has some 300,000 tokens, with as many types and merges."""
+MAX_ITEMS = 2**21
+"""Bound of the elements of all arrays together. A tokenizer has up to 300,000 tokens with types and scores, and twice
+as many merges."""
 MAX_TEXT_BYTES = 2**24
 MAX_NAME_BYTES = 2**16
 MAX_ENTRIES = 2**16
@@ -107,12 +108,12 @@ class HeaderReader:
         begin = self._advance(count * dtype.itemsize)
         # a copy: no view of the mapped file may be left, in the frames of an error either, when it is closed
         numbers = np.frombuffer(self._data[begin : self.position], dtype)
-        if kind != ValueType.BOOL:
-            found: list[Any] = numbers.tolist()
-            return found
-        if (numbers > 1).any():
-            self.fail(f"a value that is true or false has the byte {numbers.max()}")
-        return numbers.astype(bool).tolist()
+        if kind == ValueType.BOOL:
+            if (numbers > 1).any():
+                self.fail(f"a value that is true or false has the byte {numbers.max()}")
+            numbers = numbers.astype(bool)
+        found: list[Any] = numbers.tolist()
+        return found
 
     def _texts(self, count: int, max_bytes: int) -> list[str]:
         """Read texts behind their lengths. There may be hundreds of thousands, so the checks are written out here."""
@@ -124,7 +125,7 @@ class HeaderReader:
                 begin = position + UINT64.size
                 if begin > end:
                     self.position = position
-                    self._advance(UINT64.size)
+                    self._fail_short(UINT64.size)
                 (size,) = unpack(data, position)
                 if size > max_bytes or size > end - begin:
                     self.position = begin
