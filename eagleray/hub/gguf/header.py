@@ -153,7 +153,7 @@ def _read_tensor(header: GgufHeader, reader: HeaderReader, name: str, alignment:
     number, offset = reader.uint32(), reader.uint64()
     kind = TENSOR_TYPE_NAMES.get(number, f"number {number}")
     if kind not in TENSOR_TYPES:
-        header.fail(f"tensor {name!r} is of the type {kind}; supported are {', '.join(TENSOR_TYPES)}")
+        header.fail(f"tensor {shown(name)} is of the type {kind}; supported are {', '.join(TENSOR_TYPES)}")
     if shape[-1] % (size := TENSOR_TYPES[kind].block_size):
         reader.fail(f"its rows have {shape[-1]:,} numbers, which are not whole blocks of {size}")
     if offset % alignment:
