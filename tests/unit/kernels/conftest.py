@@ -19,8 +19,12 @@ MACHINE = platform.machine()
 
 
 def variant_parameter(variant: Variant) -> object:
-    is_emulated = variant.architecture == "aarch64" != MACHINE
-    return pytest.param(variant, id=variant.name, marks=[pytest.mark.aarch64] if is_emulated else [])
+    marks = []
+    if variant.architecture == "aarch64" != MACHINE:
+        marks.append(pytest.mark.aarch64)
+    elif variant.name == "avx512":  # takes half a minute to compile, and shares its parts with its neighbours
+        marks.append(pytest.mark.grid)
+    return pytest.param(variant, id=variant.name, marks=marks)
 
 
 @pytest.fixture(scope="module")
