@@ -23,6 +23,10 @@ MAX_EXCESS = 4.0
 """A step counts at most this many times as long as expected, because something else was delayed. On a machine that
 others use larger steps, of more threads, are delayed more often, so it is not close to 1."""
 
+FEW_STEPS, MAX_EXCESS_OF_FEW = 4, 1.5
+"""The same for the first steps of a class: if one of them was delayed, the class might look too expensive to be tried
+again. If it does take longer, its expected time grows with each step."""
+
 FORGET = 0.9998
 """Factor of the time of a class for each step that is not of it, so that a class is tried again in the end."""
 
@@ -62,7 +66,7 @@ class StepCosts:
         index = bisect_left(LARGEST_OF_CLASS, num_tokens)
         count = self._counts[index] = self._counts.get(index, 0) + 1
         expected = self.seconds(num_tokens) if self._points else seconds
-        seconds = min(seconds, MAX_EXCESS * expected)
+        seconds = min(seconds, (MAX_EXCESS if count > FEW_STEPS else MAX_EXCESS_OF_FEW) * expected)
         tokens, mean = self._means.get(index, (num_tokens, expected))
         weight = max(NEWEST, 1 / (count + EXPECTED_COUNT))
         self._means[index] = tokens + weight * (num_tokens - tokens), mean + weight * (seconds - mean)
@@ -78,6 +82,11 @@ class StepCosts:
             seconds = min(seconds, MAX_EXCESS * self.seconds(num_rows + num_drafts))
             gain += num_accepted / num_rows - seconds / self.seconds(num_rows) + 1
         self.balance = min(MOST_BALANCE, max(LEAST_BALANCE, self.balance + gain))
+
+    def charge(self, seconds: float, *, num_rows: int) -> None:
+        """Take the time in which drafts were made from the balance. The steps have been counted before."""
+        without = self.seconds(num_rows)
+        self.balance = max(LEAST_BALANCE, self.balance - min(seconds, MAX_EXCESS * without) / without)
 
     @property
     def is_measured(self) -> bool:

@@ -30,7 +30,7 @@ def test_step_costs_first_step_of_class_is_delayed_counts_little():
     costs = StepCosts()
     costs.add(1, 0.01)
     costs.add(2, 3.0)
-    assert costs.seconds(2) < 0.06
+    assert costs.seconds(2) < 0.02
 
 
 def test_step_costs_drafts_that_lose_are_ended_and_tried_again():
