@@ -15,7 +15,10 @@ from eagleray.errors import ConfigError
 
 Value = TypeVar("Value", int, float)
 
-METHODS = ("ngram", "suffix", "draft_model")
+METHODS = ("ngram", "suffix", "draft_model", "mtp")
+
+ALIASES = {"deepseek_mtp": "mtp"}
+"""Other names of methods, which vLLM has."""
 
 OWN_FIELDS = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_", "draft_model": "model"}
 """Beginning of the names of the fields that one method alone has."""
@@ -33,7 +36,7 @@ DEFAULT_TREE_DEPTH, DEFAULT_CACHED_REQUESTS, DEFAULT_SPEC_FACTOR, DEFAULT_TOKEN_
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """Values of `speculative_config`, with those that were left out."""
 
-    method: Literal["ngram", "suffix", "draft_model"]
+    method: Literal["ngram", "suffix", "draft_model", "mtp"]
     num_speculative_tokens: int
     """Most tokens that are drafted for a request in one step."""
     model: str = ""
@@ -49,6 +52,11 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of a draft for each token that is equal before the place that it is taken from."""
     suffix_decoding_min_token_prob: float = 0.0
     """Least share of the places with the same tokens before at which a drafted token and all before it follow."""
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a model proposes tokens: a draft model, or a layer of the checkpoint."""
+        return self.method in ("draft_model", "mtp")
 
 
 class _Given(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +88,7 @@ def speculation(options: Mapping[str, Any]) -> Speculation | None:
         given = msgspec.convert(options, _Given, strict=False)
     except msgspec.ValidationError as error:
         raise _error(str(error)) from None
-    method = given.method
+    method = ALIASES.get(given.method or "", given.method)
     if method is None and given.model is not None:
         method = "draft_model"
     if method not in METHODS:
@@ -90,25 +98,27 @@ def speculation(options: Mapping[str, Any]) -> Speculation | None:
     for name in options:
         if name.startswith(others):
             raise _error(f"`{name}` is no field of the method {method}")
+    if method == "mtp":
+        return Speculation(method="mtp", num_speculative_tokens=_num_tokens(_or(given.num_speculative_tokens, 1)))
     if method == "draft_model":
         return _draft_model(given)
     return _ngram(given) if method == "ngram" else _suffix(given)
 
 
 def check_speculation(config: Config) -> None:
-    """Raise `ConfigError` for a wrong `speculative_config`, and for a draft model where none is supported."""
+    """Raise `ConfigError` for a wrong `speculative_config`, and for a model that drafts where none is supported."""
     options = speculation(config.scheduling.speculative_config)
-    if options is None or options.method != "draft_model":
+    if options is None or not options.has_model:
         return
     if config.parallel.pipeline_parallel_size > 1:
         raise _error(
-            f"a draft model runs between the steps of one stage, but pipeline_parallel_size is "
+            "a draft model, or a layer that drafts, runs between the steps of one stage, but pipeline_parallel_size is "
             f"{config.parallel.pipeline_parallel_size}: set it to 1, or take the method ngram or suffix"
         )
     if expert_engines(config) > 1:
         raise _error(
             f"engines that share their experts (`enable_expert_parallel` with data_parallel_size "
-            f"{config.parallel.data_parallel_size}) would wait for the draft model of each other: take the method "
+            f"{config.parallel.data_parallel_size}) would wait for the drafts of each other: take the method "
             "ngram or suffix"
         )
 

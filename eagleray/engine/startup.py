@@ -163,7 +163,7 @@ def start_engine(
 
 def make_drafter(options: Speculation) -> Drafter[Any]:
     """Return the drafter of the method."""
-    return ModelDrafter(options) if options.method == "draft_model" else HistoryDrafter(options)
+    return ModelDrafter(options) if options.has_model else HistoryDrafter(options)
 
 
 def _useful_blocks(config: Config, model: ModelLoaded, num_blocks: int) -> int:

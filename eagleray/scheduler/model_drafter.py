@@ -41,7 +41,7 @@ lacks."""
 TRIAL_STEPS = 4
 """Time of a trial in which the draft model computes the tokens of several requests, in steps."""
 
-MOST_SAVED_STEPS = 32
+MOST_SAVED_STEPS = 8
 """Limit of the time that drafts have saved and may lose by computing prompts in vain, in steps."""
 
 NEWEST_PASS = 0.2
@@ -90,6 +90,8 @@ class ModelDrafter(Drafter[ProposedTokens]):
         self._prompt_pass_token_seconds = 0.0
         """Time of a token in passes that compute prompts; 0 before any."""
         self._mean_length = FIRST_MEAN_LENGTH
+        self.computes_prompts = options.method == "draft_model"
+        """Whether prompts are computed for proposals, and not with every step."""
         self._num_trials = 0
         self.saved_seconds = 0.0
         """Time that drafts have saved without that of all passes of the draft model. While it is negative, the draft

@@ -489,7 +489,9 @@ class Scheduler:
             limit = request.max_num_tokens - run.num_known_tokens - 1
             is_generating = request.follower is not None and run.first_step < self._next_step
             if limit > 0 and is_generating and run.num_computed_tokens == run.num_known_tokens - 1:
-                uncached = run.num_known_tokens + run.num_drafts - run.num_draft_cached
+                uncached = 1
+                if drafter.computes_prompts:
+                    uncached = run.num_known_tokens + run.num_drafts - run.num_draft_cached
                 asking[run] = Asking(request.follower, limit, uncached, run.is_catching_up)
         if not asking:
             return

@@ -14,15 +14,48 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.messages.steps import NewRow, Proposal
 from eagleray.models.base import Model
-from eagleray.worker.input_batch import InputBatch, make_batch
+from eagleray.worker.input_batch import InputBatch, StepInputs, make_batch
 from eagleray.worker.sampler import HostSampler
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """What is proposed behind the tokens of a step."""
+
+    by_row: dict[int, Proposal] = field(default_factory=dict)
+    passes: list[tuple[int, float]] = field(default_factory=list)
+    """Number of tokens, and seconds, of each pass."""
+
+
+class Proposer(Protocol):
+    """A source of drafts in the worker: a draft model, or a layer of the checkpoint."""
+
+    def add_row(self, new: NewRow) -> None:
+        """Note that a request has entered a row."""
+        ...
+
+    def add_blocks(self, block_ids: Sequence[int]) -> None:
+        """Note that blocks are about to get other content."""
+        ...
+
+    def propose(
+        self, limits: Mapping[int, int], num_known: Mapping[int, int], inputs: StepInputs, hidden: Tensor
+    ) -> Proposals:
+        """Propose tokens behind the last ones of rows, up to `limits` by row. To be called after each step.
+
+        `num_known`: number of tokens of each row that has sampled, which are in the runner's table. The numbers behind
+        them in the table are overwritten. `hidden`: [num_tokens, hidden_size] the model's states for `inputs`.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -50,7 +83,7 @@ class DraftingRow:
     proposed: list[int] = field(default_factory=list)
 
 
-class DraftModel:
+class DraftModel(Proposer):
     """`model` with its `cache`, for the rows and the sampler of a runner. A pass computes up to `max_tokens` tokens."""
 
     def __init__(
@@ -77,15 +110,11 @@ class DraftModel:
 
     @torch.inference_mode()
     def propose(
-        self, limits: Mapping[int, int], num_known: Mapping[int, int]
-    ) -> tuple[dict[int, Proposal], list[tuple[int, float]]]:
-        """Propose tokens behind the last ones of rows, up to `limits` by row. Returns the proposals by row, and the
-        number of tokens and the seconds of each pass.
-
-        `num_known`: number of each row's tokens, which are in the runner's table. The numbers behind them in the table
-        are overwritten.
-        """
-        drafting = self._begin(limits, num_known)
+        self, limits: Mapping[int, int], num_known: Mapping[int, int], inputs: StepInputs, hidden: Tensor
+    ) -> Proposals:
+        """See `Proposer`. Computes nothing without `limits`."""
+        known = {row: num_known[row] for row in limits if row in num_known}
+        drafting = self._begin(limits, known)
         going, passes = drafting, []
         while going:
             began_at = time.perf_counter()
@@ -95,7 +124,7 @@ class DraftModel:
         for one in drafting:
             self._cached[one.row].proposed = one.proposed[:-1]  # no pass has computed the last one
         proposed = {one.row: one.proposed for one in drafting}
-        return {row: Proposal(proposed.get(row, []), self._cached[row].num_known) for row in num_known}, passes
+        return Proposals({row: Proposal(proposed.get(row, []), self._cached[row].num_known) for row in known}, passes)
 
     def _begin(self, limits: Mapping[int, int], num_known: Mapping[int, int]) -> list[DraftingRow]:
         """Return the rows of the first pass, which computes what the cache lacks of their tokens, as far as there is

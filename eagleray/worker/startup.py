@@ -174,7 +174,8 @@ class LoadedWorker:
         directory = self._draft_directory()
         self.model = self._load_with_kernels()
         self.draft_model = None if directory is None else self._load_draft_model(directory)
-        """The draft model; None without one, and on ranks that do not report what a step samples."""
+        """The draft model, or the layer that drafts; None without one, and on ranks that do not report what a step
+        samples."""
         config = self.setup.config.model
         self.max_model_len = max_model_len(config, self.model.spec.max_model_len, config_file(config))
         path = self.setup.config.execution.worker_extension_cls
@@ -331,18 +332,23 @@ class LoadedWorker:
         return model
 
     def _draft_directory(self) -> Path | None:
-        """Return the directory of the draft model on the rank that has it. Raises `ConfigError` if it cannot draft for
-        the model."""
+        """Return the directory of the draft model, or of the layer that drafts, on the rank that has it. Raises
+        `ConfigError` if it cannot draft for the model."""
         options = speculation(self.setup.config.scheduling.speculative_config)
-        if options is None or not options.model or not self.mesh.is_sampler:
+        if options is None or not options.has_model or not self.mesh.is_sampler:
             return None
-        return draft_directory(options.model, self.setup.config.model)
+        model = self.setup.config.model
+        return draft_directory(options.model, model) if options.model else checkpoint_dir(model)
 
     def _load_draft_model(self, directory: Path) -> Model:
-        """Load the whole draft model, whatever part of the model this rank has."""
+        """Load the whole draft model, or layer, whatever part of the model this rank has."""
         config = self.setup.config
+        options = speculation(config.scheduling.speculative_config)
+        is_layer = options is not None and options.method == "mtp"
+        files = ConfigFile(config_file(config.model), read_config(config.model)) if is_layer else None
         model = load_model(
             directory,
+            config=files,
             dtype=config.model.dtype,
             load_format=config.model.load_format,
             device=self.device,
@@ -350,9 +356,12 @@ class LoadedWorker:
             on_progress=None,
             total_memory=total_bytes(self.device),
             attention_backend=config.execution.attention_backend,
+            quantization=config.model.quantization if is_layer else None,
+            drafts=is_layer,
         )
         logger.info(
-            "loaded the draft model %s, %s, %.1f M parameters in %s",
+            "loaded %s %s, %s, %.1f M parameters in %s",
+            "the layer for drafts of" if is_layer else "the draft model",
             directory,
             model.spec.architecture,
             model.num_parameters / 1e6,

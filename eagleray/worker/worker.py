@@ -60,13 +60,15 @@ from eagleray.messages.steps import (
 )
 from eagleray.messages.weight_transfer import PollTransfer, TransferCall, TransferReply
 from eagleray.messages.workers import EngineOpened, GroupOpened, Topology
+from eagleray.models.deepseek_drafts import DeepSeekDrafts
 from eagleray.parallel.mesh import EnginePosition, Mesh
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.process.host_memory import host_free_bytes
 from eagleray.transport.message_queue_peer import MessageQueuePeer
 from eagleray.worker.adapters import write_adapter
 from eagleray.worker.downloads import downloads_of
-from eagleray.worker.draft_model import DraftModel
+from eagleray.worker.draft_layer import DraftLayer
+from eagleray.worker.draft_model import DraftModel, Proposer
 from eagleray.worker.grammars import COMPILE_TIMEOUT_SECONDS, WorkerGrammars
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.logprobs import ScoreKind
@@ -273,14 +275,18 @@ class ServingWorker:
         sampler.warm_up(num_rows, num_logprobs=logprobs_limit(config.model, model.spec.vocab_size))
         rows = InputBatch(num_rows=num_rows, max_model_len=loaded.max_model_len, block_size=block_size)
         self._draft_model = loaded.draft_model
-        draft_cache, drafts = None, None
+        draft_cache: KVCache | None = None
+        proposer: Proposer | None = None
         if (draft := loaded.draft_model) is not None:
             assert isinstance(sampler, HostSampler), "on GPUs drafts are refused"
             draft_cache = KVCache.allocate(
                 draft.cache_shape(block_size), num_blocks=num_blocks, dtype=draft.cache_dtype, device=draft.device
             )
             draft.warm_up(draft_cache, limits, None)
-            drafts = DraftModel(draft, draft_cache, rows, sampler, max_tokens=limits.num_tokens)
+            if isinstance(draft, DeepSeekDrafts):
+                proposer = DraftLayer(draft, draft_cache, rows, sampler)
+            else:
+                proposer = DraftModel(draft, draft_cache, rows, sampler, max_tokens=limits.num_tokens)
         self._runner = Runner(
             model,
             cache,
@@ -289,7 +295,7 @@ class ServingWorker:
             downloads_of(model.device),
             reports_logits=reported_kind.is_logits,
             pooler=_pooler_of(loaded),
-            draft_model=drafts,
+            proposer=proposer,
             wait=self._wait_until_done,
         )
         self._cache = cache

@@ -99,7 +99,7 @@ def test_draft_model_proposals_are_what_it_generates_itself(tmp_path, drafters: 
     "options",
     [
         {"executor": "in-process"},
-        {"executor": "processes"},
+        pytest.param({"executor": "processes"}, marks=pytest.mark.grid),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.grid),
     ],
     ids=str,
