@@ -1,12 +1,16 @@
 """Speedup by drafts for given step times: the scheduler and its drafter run without a model or a clock.
 
 python benchmarks/drafting.py [--times moe-1b dense-0.6b] [--workload copy text …] [--rounds 3] [--tokens 128]
-                              [--noise 0.15]
+                              [--noise 0.15] [--draft-model 0.9 0.7 0.4 0 --draft-time 0.1 --prompt 512]
 
 The requests are the same as in `speculation.py`. The time of a step is looked up in a table of times that were measured
 on two cores for its number of tokens; the drafter sees it with noise, as on a shared machine. So the figures are the
 same in every run, and show whether drafting pays. They leave out the scheduler's own time and the rounds in which
 drafts are checked.
+
+With --draft-model a draft model proposes tokens instead, each of which is right with the given probability if those
+before are. A pass of it takes the part --draft-time of a step's time for as many tokens, and its computation of prompts
+counts.
 """
 
 from __future__ import annotations
@@ -16,15 +20,17 @@ import random
 import statistics
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from speculation import METHODS, WORKLOADS, Group, Texts
+from speculation import METHODS, WORKLOADS, Case, Group, Texts
 
 from eagleray.config.speculation import speculation
 from eagleray.identity import ClientId
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
-from eagleray.messages.steps import StepPlan, StepResult
+from eagleray.messages.steps import Proposal, StepPlan, StepResult
+from eagleray.scheduler.history_drafter import HistoryDrafter
+from eagleray.scheduler.model_drafter import ModelDrafter
 from eagleray.scheduler.scheduler import Scheduler
 from eagleray.scheduler.speculation import Drafter
 
@@ -50,11 +56,30 @@ class Simulated(NamedTuple):
     request: float
 
 
-class Simulation:
-    """A scheduler, with a drafter or without one."""
+class Guesses(NamedTuple):
+    """A draft model."""
 
-    def __init__(self, drafter: Drafter | None, times: Callable[[int], float], noise: float) -> None:
+    probability: float
+    """Probability that a token is right if all before it are."""
+    time: float
+    """Time of a pass in units of a step's for as many tokens."""
+
+
+class Simulation:
+    """A scheduler, with a drafter or without one. `guesses`: the draft model that it uses."""
+
+    def __init__(
+        self,
+        drafter: Drafter[Any] | None,
+        times: Callable[[int], float],
+        noise: float,
+        guesses: Guesses | None = None,
+    ) -> None:
         self._times = times
+        self._guesses = guesses
+        self._num_cached: dict[int, int] = {}
+        """Number of tokens of each row that the draft model has computed."""
+        self._num_tokens: dict[int, int] = {}
         self._noise = noise
         self._random = random.Random(0)
         self._outputs: dict[str, list[int]] = {}
@@ -103,15 +128,19 @@ class Simulation:
         """Return the milliseconds of the next step, 0 for one with prompts, and the number of requests that finish."""
         plan = self.scheduler.plan()
         assert plan is not None
-        milliseconds = self._times(plan.total_num_tokens)
+        result = self._result(plan)
+        of_passes = 1e3 * sum(seconds for _, seconds in result.draft_passes)
+        milliseconds = self._times(plan.total_num_tokens) + of_passes
         noise = 1 + abs(self._random.gauss(0, self._noise))
         if self._noise and self._random.random() < DELAYED:
             noise *= 1 + 3 * self._random.random()
-        chunks = self.scheduler.apply(self._result(plan), seconds=milliseconds * noise / 1e3)
+        chunks = self.scheduler.apply(result, seconds=milliseconds * noise / 1e3)
         return 0.0 if plan.new_rows else milliseconds, sum(chunk.finish_reason is not None for _, chunk in chunks)
 
     def _result(self, plan: StepPlan) -> StepResult:
-        """Return the next token of each row, and those of its drafts that are right."""
+        """Return the next token of each row, those of its drafts that are right, and proposals."""
+        self._num_tokens |= {new.row: len(new.token_ids) for new in plan.new_rows}
+        self._num_cached |= {new.row: 0 for new in plan.new_rows}
         self._rows |= {new.row: list(reversed(self._outputs[new.request_id])) for new in plan.new_rows}
         token_ids: list[int] = []
         checked: dict[int, list[int]] = {}
@@ -124,7 +153,32 @@ class Simulation:
                     break
                 last = left.pop()
                 checked.setdefault(row, []).append(last)
-        return StepResult(step=plan.step, rows=plan.rows, token_ids=token_ids, checked_token_ids=checked)
+            self._num_tokens[row] += 1 + len(checked.get(row, ()))
+        proposals, passes = self._propose(plan)
+        return StepResult(
+            step=plan.step,
+            rows=plan.rows,
+            token_ids=token_ids,
+            checked_token_ids=checked,
+            proposals=proposals,
+            draft_passes=passes,
+        )
+
+    def _propose(self, plan: StepPlan) -> tuple[dict[int, Proposal], list[tuple[int, float]]]:
+        """Return what the draft model proposes, and its passes."""
+        if self._guesses is None or not plan.proposals:
+            return {}, []
+        proposals = {}
+        num_uncached = 0
+        for row, count in plan.proposals.items():
+            following = self._rows[row][::-1][:count]
+            guesses = [token if self._random.random() < self._guesses.probability else -1 for token in following]
+            proposals[row] = Proposal(guesses, self._num_tokens[row])
+            num_uncached += self._num_tokens[row] - self._num_cached[row]
+            self._num_cached[row] = self._num_tokens[row]
+        counts = list(plan.proposals.values())
+        sizes = [num_uncached, *(sum(count > depth for count in counts) for depth in range(1, max(counts)))]
+        return proposals, [(size, self._guesses.time * self._times(size) / 1e3) for size in sizes]
 
 
 def main() -> None:
@@ -134,7 +188,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--noise", type=float, default=0.15)
+    parser.add_argument("--draft-model", nargs="+", type=float, metavar="PROBABILITY")
+    parser.add_argument("--draft-time", type=float, default=0.1)
+    parser.add_argument("--prompt", type=int, default=512)
     arguments = parser.parse_args()
+    if arguments.draft_model:
+        measure_draft_models(arguments)
+        return
     texts = Texts(arguments.tokens, vocab_size=8000)
     print("gain of a group, and of its requests on average; accepted of drafted tokens")
     try:
@@ -152,23 +212,48 @@ def main() -> None:
         texts.close()
 
 
+def measure_draft_models(arguments: argparse.Namespace) -> None:
+    """Print the figures of draft models of several probabilities, each with a new engine for each number of
+    requests."""
+    print("gain of a group, and of its requests on average; accepted of drafted tokens")
+    for model in arguments.times:
+        for probability in arguments.draft_model:
+            for count in (1, 8, 16):
+                choose = random.Random(f"{count}")
+                draw = lambda length: [choose.randrange(10, 8000) for _ in range(length)]  # noqa: B023, E731
+                rounds = [
+                    [[Case(draw(arguments.prompt), draw(arguments.tokens)) for _ in range(count)]]
+                    for _ in range(arguments.rounds)
+                ]
+                options = speculation({"method": "draft_model", "model": "draft", "num_speculative_tokens": 5})
+                assert options is not None
+                guesses = Guesses(probability, arguments.draft_time)
+                simulation = Simulation(ModelDrafter(options), TIMES[model], arguments.noise, guesses)
+                figure = figure_of(simulation, rounds, TIMES[model], arguments.noise)
+                print(f"  {model:<12}right {probability:<5}x {count:<3}{figure}")
+                sys.stdout.flush()
+
+
 def figures(rounds: list[list[Group]], times: Callable[[int], float], noise: float) -> list[str]:
     """Return the figures of each method, with a new engine."""
-    off = Simulation(None, times, noise)
-    without = [off.run(groups) for groups in rounds]
     each = []
     for method, options in METHODS.items():
         if (options := speculation(options)) is None:
             continue
-        simulation = Simulation(Drafter(options), times, noise)
-        found = [simulation.run(groups) for groups in rounds]
-        gain = sum(one.groups for one in without) / sum(one.groups for one in found)
-        of_request = sum(one.request for one in without) / sum(one.request for one in found)
-        stats = simulation.scheduler.stats()
-        each.append(
-            f"{method} {gain:.2f} {of_request:.2f} ({stats.num_accepted_tokens:5} of {stats.num_draft_tokens:5})"
-        )
+        simulation = Simulation(HistoryDrafter(options), times, noise)
+        each.append(f"{method} {figure_of(simulation, rounds, times, noise)}")
     return each
+
+
+def figure_of(simulation: Simulation, rounds: list[list[Group]], times: Callable[[int], float], noise: float) -> str:
+    """Return the gains of a simulation compared with one without drafts."""
+    off = Simulation(None, times, noise)
+    without = [off.run(groups) for groups in rounds]
+    found = [simulation.run(groups) for groups in rounds]
+    gain = sum(one.groups for one in without) / sum(one.groups for one in found)
+    of_request = sum(one.request for one in without) / sum(one.request for one in found)
+    stats = simulation.scheduler.stats()
+    return f"{gain:.2f} {of_request:.2f} ({stats.num_accepted_tokens:5} of {stats.num_draft_tokens:5})"
 
 
 if __name__ == "__main__":

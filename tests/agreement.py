@@ -73,5 +73,22 @@ def assert_agree(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
         np.testing.assert_allclose(_prompt(found[name]), _prompt(answer), atol=1e-4, rtol=0)
 
 
+def assert_equal(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    """Check equal tokens and log-probabilities, bit for bit."""
+    assert found.keys() == expected.keys()
+    for name, answer in expected.items():
+        assert found[name].token_ids == answer.token_ids, name
+        assert found[name].logprobs == answer.logprobs, name
+        assert found[name].finish_reason == answer.finish_reason
+        assert found[name].error == answer.error
+        positions = zip(_scores(found[name]), _scores(answer), strict=True)
+        assert all(np.array_equal(one, other) for one, other in positions)
+
+
+def _scores(answer: Answer) -> list[np.ndarray]:
+    """Return the log-probabilities of each position of the prompt, which come in chunks of any size."""
+    return [position for part in answer.prompt_logprobs for position in part.logprobs]
+
+
 def _prompt(answer: Answer) -> np.ndarray:
     return np.concatenate([part.logprobs for part in answer.prompt_logprobs] or [np.empty((0, 3))])

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from eagleray.config.speculation import speculation
+from eagleray.config.speculation import Speculation, speculation
 from eagleray.scheduler.follower import Follower
+from eagleray.scheduler.history_drafter import HistoryDrafter
+from eagleray.scheduler.model_drafter import Asking, ModelDrafter
 from eagleray.scheduler.request import Request
-from eagleray.scheduler.speculation import Candidate, Drafter
+from eagleray.scheduler.speculation import Candidate
 
 MAX_DRAFT = 4
 
 
-class RecordedDrafter(Drafter):
+class RecordedDrafter(HistoryDrafter):
     """Drafts what an earlier run has generated. `outputs`: by request id."""
 
     def __init__(self, outputs: Mapping[str, Sequence[int]], *, vocab_size: int, seed: int = 0) -> None:
@@ -50,3 +52,22 @@ class RecordedDrafter(Drafter):
 
     def gain_of_waiting(self, candidates: Sequence[Candidate], *, num_rows: int) -> float:
         return self._random.choice([0.0, 1.0])
+
+
+class EagerModelDrafter(ModelDrafter):
+    """Has the draft model propose any number of tokens, and steps check any number of these, whatever that costs."""
+
+    def __init__(self, options: Speculation, *, seed: int = 0) -> None:
+        super().__init__(options)
+        self._random = random.Random(seed)
+
+    def propose(self, asking: Sequence[Asking], *, num_rows: int) -> list[int]:
+        return [min(one.limit, self._random.randint(0, self._max_tokens)) for one in asking]
+
+    def choose(self, candidates: Sequence[Candidate], *, num_tokens: int, num_rows: int, room: int) -> list[list[int]]:
+        chosen: list[list[int]] = []
+        for candidate in candidates:
+            most = min(candidate.limit, room, self._random.choice([0, self._max_tokens, self._max_tokens]))
+            chosen.append(self.draft(candidate, most).token_ids)
+            room -= len(chosen[-1])
+        return chosen

@@ -113,7 +113,7 @@ def speculation(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the option that flags for single fields of `speculative_config` stand for."""
     if "speculative_config" in given:
         raise ValueError("it is a field of `speculative_config`, which is given too: put it there")
-    names = {"spec_method": "method", "spec_tokens": "num_speculative_tokens"}
+    names = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
     return {"speculative_config": {field: given[name] for name, field in names.items() if name in given}}
 
 

@@ -8,13 +8,20 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from eagleray.config.resolve import expert_engines
 from eagleray.config.sections import Config
 from eagleray.config.suggestions import suggest
 from eagleray.errors import ConfigError
 
 Value = TypeVar("Value", int, float)
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft_model", "mtp")
+
+ALIASES = {"deepseek_mtp": "mtp"}
+"""Other names of methods, which vLLM has."""
+
+OWN_FIELDS = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_", "draft_model": "model"}
+"""Beginning of the names of the fields that one method alone has."""
 
 DEFAULT_LOOKUP = 5
 """Tokens of an n-gram that is looked up, where neither `prompt_lookup_min` nor `prompt_lookup_max` is given."""
@@ -29,9 +36,11 @@ DEFAULT_TREE_DEPTH, DEFAULT_CACHED_REQUESTS, DEFAULT_SPEC_FACTOR, DEFAULT_TOKEN_
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """Values of `speculative_config`, with those that were left out."""
 
-    method: Literal["ngram", "suffix"]
+    method: Literal["ngram", "suffix", "draft_model", "mtp"]
     num_speculative_tokens: int
     """Most tokens that are drafted for a request in one step."""
+    model: str = ""
+    """Directory of the draft model; empty for the methods without one."""
     prompt_lookup_min: int = DEFAULT_LOOKUP
     prompt_lookup_max: int = DEFAULT_LOOKUP
     """Least and most last tokens of a request that are looked up among its tokens before."""
@@ -44,12 +53,18 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     suffix_decoding_min_token_prob: float = 0.0
     """Least share of the places with the same tokens before at which a drafted token and all before it follow."""
 
+    @property
+    def has_model(self) -> bool:
+        """Whether a model proposes tokens: a draft model, or a layer of the checkpoint."""
+        return self.method in ("draft_model", "mtp")
+
 
 class _Given(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `speculative_config` that a user gave."""
 
     method: str | None = None
     num_speculative_tokens: int | None = None
+    model: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_tree_depth: int | None = None
@@ -73,19 +88,49 @@ def speculation(options: Mapping[str, Any]) -> Speculation | None:
         given = msgspec.convert(options, _Given, strict=False)
     except msgspec.ValidationError as error:
         raise _error(str(error)) from None
-    if given.method not in METHODS:
-        what = "missing" if given.method is None else f"{given.method!r}, which is not supported"
-        raise _error(f"`method` is {what}; it must be {' or '.join(METHODS)}")
-    other = "suffix_decoding_" if given.method == "ngram" else "prompt_lookup_"
+    method = ALIASES.get(given.method or "", given.method)
+    if method is None and given.model is not None:
+        method = "draft_model"
+    if method not in METHODS:
+        what = "missing" if method is None else f"{method!r}, which is not supported"
+        raise _error(f"`method` is {what}; it must be {', '.join(METHODS[:-1])} or {METHODS[-1]}")
+    others = tuple(start for one, start in OWN_FIELDS.items() if one != method)
     for name in options:
-        if name.startswith(other):
-            raise _error(f"`{name}` is no field of the method {given.method}")
-    return _ngram(given) if given.method == "ngram" else _suffix(given)
+        if name.startswith(others):
+            raise _error(f"`{name}` is no field of the method {method}")
+    if method == "mtp":
+        return Speculation(method="mtp", num_speculative_tokens=_num_tokens(_or(given.num_speculative_tokens, 1)))
+    if method == "draft_model":
+        return _draft_model(given)
+    return _ngram(given) if method == "ngram" else _suffix(given)
 
 
 def check_speculation(config: Config) -> None:
-    """Raise `ConfigError` for a wrong `speculative_config`."""
-    speculation(config.scheduling.speculative_config)
+    """Raise `ConfigError` for a wrong `speculative_config`, and for a model that drafts where none is supported."""
+    options = speculation(config.scheduling.speculative_config)
+    if options is None or not options.has_model:
+        return
+    if config.parallel.pipeline_parallel_size > 1:
+        raise _error(
+            "a draft model, or a layer that drafts, runs between the steps of one stage, but pipeline_parallel_size is "
+            f"{config.parallel.pipeline_parallel_size}: set it to 1, or take the method ngram or suffix"
+        )
+    if expert_engines(config) > 1:
+        raise _error(
+            f"engines that share their experts (`enable_expert_parallel` with data_parallel_size "
+            f"{config.parallel.data_parallel_size}) would wait for the drafts of each other: take the method "
+            "ngram or suffix"
+        )
+
+
+def _draft_model(given: _Given) -> Speculation:
+    if not given.model:
+        raise _error("the method draft_model needs `model`, the directory of the draft model")
+    return Speculation(
+        method="draft_model",
+        num_speculative_tokens=_num_tokens(given.num_speculative_tokens),
+        model=given.model,
+    )
 
 
 def _ngram(given: _Given) -> Speculation:

@@ -233,7 +233,6 @@ REFUSED = {
     "not supported: adapters have a matrix of its own for each expert": (
         "enable_mixed_moe_lora_format enable_moe_shared_loras"
     ),
-    "not supported yet: `speculative_config` drafts from the tokens of requests, without a model": "spec_model",
     "not supported: /metrics lists the metrics that there are": (
         "kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details"
         " enable_layerwise_nvtx_tracing enable_per_request_metrics"
@@ -270,6 +269,7 @@ ALIASES: dict[str, Fate] = {
     "anthropic_disabled_thinking_effort": Expansion(values.only("auto"), ()),
     "fingerprint_mode": Expansion(values.only("full"), ()),
     "spec_method": Expansion(values.speculation, ("speculative_config",)),
+    "spec_model": Expansion(values.speculation, ("speculative_config",)),
     "spec_tokens": Expansion(values.speculation, ("speculative_config",)),
     "logging_config": Expansion(values.logging, ("log_level", "log_format", "log_config_file")),
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from eagleray.config.resolve import cache_bytes, expert_engines, steps_in_flight
 from eagleray.config.sections import Config
-from eagleray.config.speculation import speculation
+from eagleray.config.speculation import Speculation, speculation
 from eagleray.engine.core import EngineCore
 from eagleray.engine.waves import Waves
 from eagleray.errors import ConfigError
@@ -32,6 +32,8 @@ from eagleray.messages.steps import (
     WorkerReply,
 )
 from eagleray.messages.workers import EngineOpened, GroupOpened
+from eagleray.scheduler.history_drafter import HistoryDrafter
+from eagleray.scheduler.model_drafter import ModelDrafter
 from eagleray.scheduler.scheduler import Scheduler
 from eagleray.scheduler.speculation import Drafter
 
@@ -128,7 +130,7 @@ def start_engine(
         routing=routing,
         num_adapter_slots=config.lora.num_slots,
         pools=pooling is not None,
-        drafter=None if drafts is None else Drafter(drafts),
+        drafter=None if drafts is None else make_drafter(drafts),
     )
     info = EngineInfo(
         architecture=model.architecture,
@@ -157,6 +159,11 @@ def start_engine(
         least_tokens=budget if shares_experts else 0,
     )
     return StartedEngine(core, info)
+
+
+def make_drafter(options: Speculation) -> Drafter[Any]:
+    """Return the drafter of the method."""
+    return ModelDrafter(options) if options.has_model else HistoryDrafter(options)
 
 
 def _useful_blocks(config: Config, model: ModelLoaded, num_blocks: int) -> int:

@@ -74,6 +74,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     settled_rows: list[tuple[int, list[int]]] = []
     """Pairs (row, token ids) for those of `rows` whose last step had drafts: the tokens that it sampled. All but the
     last one are in the cache."""
+    proposals: dict[int, int] = {}
+    """Most tokens that the draft model proposes behind the tokens that a row samples in this step, by row."""
     capture_rows: list[int] = []
     """Subset of `rows`, in the same order, whose routed experts are reported."""
     is_idle: bool = False
@@ -98,6 +100,16 @@ class RowFailure(msgspec.Struct, frozen=True):
     """Whether the parameters of the request caused the failure."""
 
 
+class Proposal(msgspec.Struct, frozen=True, array_like=True):
+    """What the draft model has done for a row."""
+
+    token_ids: list[int]
+    """Tokens that are likely to follow the row's last one; empty if its tokens are not all in the draft model's cache
+    yet, or if there is no room for more."""
+    num_cached: int
+    """Number of the row's first tokens that are in the draft model's cache, without the proposed ones."""
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Result of a step. A row is in exactly one of `rows`, `pooled`, `ended` and `failures`, or in none while its
     prompt is being computed."""
@@ -113,6 +125,10 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Tokens that rows with drafts sampled after their first, by row. Each token but the last equals the draft."""
     checked_logprobs: dict[int, list[TokenLogprobs]] = {}
     """Log-probabilities of these tokens by row, for the rows that asked for them."""
+    proposals: dict[int, Proposal] = {}
+    """By row, for the rows of the plan's `proposals` that sampled."""
+    draft_passes: list[tuple[int, float]] = []
+    """Number of tokens, and seconds, of each pass of the draft model in this step."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """Log-probabilities of the prompt positions computed in this step, by row, for the rows that asked for them."""
     pooled: dict[int, Array] = {}

@@ -53,6 +53,9 @@ MODULES = {
 }
 """The module of each family, by the architecture's name in config.json. Only that of the loaded model is imported."""
 
+DRAFTS = {"DeepseekV3ForCausalLM": "deepseek_drafts"}
+"""The module that makes the layer of a checkpoint which predicts further tokens, by architecture."""
+
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -91,6 +94,7 @@ def load_model(
     quantization: Literal["fp8", "int8", "int4", "gptq", "awq", "compressed-tensors"] | None = None,
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
     pooling: PoolingSpec | None = None,
+    drafts: bool = False,
 ) -> Model:
     """Load the model of a checkpoint directory, or this rank's part of it by `groups`, ready to compute.
 
@@ -100,7 +104,8 @@ def load_model(
     `invariant_for`: the option that needs a request's numbers not to depend on the other tokens of its batch.
     `on_progress` is called with the bytes read and the total bytes of this rank's part. `total_memory`: the bytes of
     the device's memory; `wait_for_memory` is called with the bytes of this rank's weights before they are loaded.
-    `pooling`: what the model pools; None: it generates.
+    `pooling`: what the model pools; None: it generates. `drafts`: instead of the model, its layer that predicts further
+    tokens is loaded, whole, whatever `groups` are.
 
     Raises `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit into the memory, is not
     batch-invariant although it must be, or cannot have such weights or such a cache on this device.
@@ -108,6 +113,8 @@ def load_model(
     config = config or ConfigFile.read(directory)
     family = find_family(config)
     spec = _read_spec(config, family, pooling)
+    if drafts:
+        family, spec, groups = _draft_layer(config, spec)
     _check_options(spec, experts, groups)
     if dtype == "auto":
         dtype = spec.dtype or ("float32" if load_format == "dummy" else stored_dtype(directory))
@@ -120,6 +127,8 @@ def load_model(
     if load_format != "dummy":
         numbers_per_word = 1 if spec.stored_format is None else spec.stored_format.numbers_per_word
         headers = gguf.headers() if gguf is not None else read_headers(directory, numbers_per_word=numbers_per_word)
+        if drafts:
+            _check_draft_layer(config, spec, headers[1])
         _check_stored(config, spec, *headers)
     traits = ModelTraits(
         kind,
@@ -234,6 +243,29 @@ def _read_spec(config: ConfigFile, family: type[Model], pooling: PoolingSpec | N
     return replace(
         spec, architecture=name, pools=True, num_labels=len(pooling.labels), label_tokens=pooling.label_tokens
     )
+
+
+def _draft_layer(config: ConfigFile, spec: ModelSpec) -> tuple[type[Model], ModelSpec, Groups]:
+    """Return the family, the geometry and the groups of the layer that predicts further tokens. Raises `ConfigError` if
+    the model has none."""
+    if spec.architecture not in DRAFTS or spec.num_draft_layers == 0:
+        raise ConfigError(
+            "option `speculative_config`: the method mtp needs a layer of the checkpoint that predicts further tokens, "
+            f"but the model that {config.path} describes ({spec.architecture}) has none; take another method"
+        )
+    module = import_module(f"eagleray.models.{DRAFTS[spec.architecture]}")
+    spec = module.with_draft_layer(spec)
+    return module.DeepSeekDrafts, spec, module.draft_groups(spec)
+
+
+def _check_draft_layer(config: ConfigFile, spec: ModelSpec, names: set[str]) -> None:
+    """Raise `ConfigError` if the weight files lack the last layer of `spec`."""
+    name = f"model.layers.{spec.num_layers - 1}."
+    if not any(one.startswith(name) for one in names):
+        raise ConfigError(
+            f"option `speculative_config`: the method mtp needs the tensors {name}*, which predict further tokens, but "
+            f"the weight files beside {config.path} have none of them; take another method"
+        )
 
 
 def find_family(config: ConfigFile) -> type[Model]:

@@ -107,7 +107,7 @@ class ModelSpec:
     stored_format: StoredFormat | None = None
     """The format of the weights of a checkpoint that is quantized in another way; None also for MXFP4."""
     num_draft_layers: int = 0
-    """Layers in the checkpoint after the last one, which predict further tokens. They are not loaded."""
+    """Layers in the checkpoint after the last one, which predict further tokens. They are not loaded with the model."""
     pools: bool = False
     """Whether the model has no head that predicts tokens, because its hidden states are pooled."""
     num_labels: int = 0

@@ -17,7 +17,6 @@ from eagleray.messages.steps import NewRow
 from eagleray.scheduler.adapters import AdapterInSlot
 from eagleray.scheduler.admission import check_admission
 from eagleray.scheduler.blocks import root_hash
-from eagleray.scheduler.follower import Follower
 from eagleray.scheduler.timings import RequestTimes
 
 
@@ -76,8 +75,9 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache at the first admission; 0 again once reported to the client."""
     times: RequestTimes = field(default_factory=RequestTimes)
-    follower: Follower | None = None
-    """Prediction of the next tokens; None without speculation, and before the first step."""
+    follower: Any = None
+    """What the drafter has begun for the request (`Drafter.begin`); None without speculation, and before the first
+    step."""
     run: Run | None = None
 
     @property
@@ -156,6 +156,13 @@ class Run:
     """Last planned step that computes tokens of this run."""
     num_drafts: int = 0
     """Number of drafted tokens in the step in flight that computes this run. No other step may compute it meanwhile."""
+    is_proposing: bool = False
+    """Whether the draft model proposes tokens at the end of the step in flight that computes this run. No other step
+    may compute it meanwhile."""
+    num_draft_cached: int = 0
+    """Number of first tokens that the draft model need not compute any longer."""
+    is_catching_up: bool = False
+    """Whether the draft model has computed some of the run's tokens, but not all."""
     settled_token_ids: list[int] = field(default_factory=list)
     """Tokens by a step with drafts that the workers do not know yet to be those of the row."""
 
@@ -163,6 +170,11 @@ class Run:
     def is_current(self) -> bool:
         """Whether the run has not ended."""
         return self.request.run is self
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the step in flight that computes this run has drafts, or makes some."""
+        return self.num_drafts > 0 or self.is_proposing
 
     @property
     def has_sampled(self) -> bool:
@@ -200,6 +212,7 @@ class Run:
         self.num_computed_tokens -= num_tokens
         self.num_placeholders = 0
         self.num_drafts = 0
+        self.is_proposing = False
         self.last_step = -1
 
     def new_row(self) -> NewRow:

@@ -42,6 +42,7 @@ class RowTable:
             num_committed_blocks=num_cached_blocks,
             first_step=step,
             num_initial_tokens=len(request.token_ids),
+            num_draft_cached=num_cached_tokens,
         )
         request.run = self._runs[run.row] = run
         return run
@@ -75,6 +76,8 @@ class StepDraft:
     num_tokens: dict[Run, int] = field(default_factory=dict)
     """Number of tokens of each run that the step computes, without drafts."""
     drafts: dict[Run, list[int]] = field(default_factory=dict)
+    proposals: dict[Run, int] = field(default_factory=dict)
+    """Most tokens that the draft model proposes for a run at the end of the step."""
     new_blocks: dict[Run, list[int]] = field(default_factory=dict)
     new_rows: dict[Run, NewRow] = field(default_factory=dict)
     is_short_of_blocks: bool = False
@@ -98,6 +101,7 @@ class StepDraft:
             num_tokens=[count + len(self.drafts.get(run, ())) for run, count in self.num_tokens.items()],
             drafts={run.row: drafted for run, drafted in self.drafts.items()},
             settled_rows=self._pop_settled(),
+            proposals={run.row: count for run, count in self.proposals.items()},
             capture_rows=[run.row for run in self.num_tokens if run.request.routed_experts_from is not None],
         )
 
@@ -128,6 +132,8 @@ class InFlightStep:
     runs: dict[Run, int] = field(default_factory=dict)
     """Runs of the step and the number of tokens that it computes of each, without drafts."""
     drafts: dict[Run, list[int]] = field(default_factory=dict)
+    proposals: dict[Run, int] = field(default_factory=dict)
+    """See `StepDraft`."""
 
     @property
     def num_tokens(self) -> int:

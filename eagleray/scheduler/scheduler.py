@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,6 +31,7 @@ from eagleray.messages.steps import RowFailure, StepPlan, StepResult
 from eagleray.scheduler.adapters import AdapterSlots
 from eagleray.scheduler.admission import NUM_TOKEN_IDS
 from eagleray.scheduler.kv_cache_manager import KVCacheManager
+from eagleray.scheduler.model_drafter import Asking, ModelDrafter
 from eagleray.scheduler.prepared_grammars import PreparedGrammars
 from eagleray.scheduler.request import AddressedChunk, Request, Run, new_request
 from eagleray.scheduler.routed_experts import RoutedExpertsStore
@@ -76,7 +77,7 @@ class Scheduler:
         routing: RoutingInfo | None = None,
         num_adapter_slots: int = 0,
         pools: bool = False,
-        drafter: Drafter | None = None,
+        drafter: Drafter[Any] | None = None,
     ) -> None:
         if num_blocks * block_size < max_model_len:
             raise ConfigError(
@@ -113,6 +114,7 @@ class Scheduler:
         self._grammars = PreparedGrammars()
         self._early_chunks: list[AddressedChunk] = []
         self._drafter = drafter
+        self._model_drafter = drafter if isinstance(drafter, ModelDrafter) else None
         self._counters = Counters()
         self._histograms = EngineHistograms()
 
@@ -306,7 +308,7 @@ class Scheduler:
         its tokens, than by planning ahead."""
         if self._drafter is None or self._num_stages > 1 or not any(flight.runs for flight in self._in_flight):
             return False
-        if any(run.num_drafts for run in self._running):
+        if any(run.is_drafting for run in self._running):
             return True  # a step would go without these runs
         candidates = [
             candidate
@@ -328,6 +330,8 @@ class Scheduler:
         self._continue_running(draft)
         if not draft.is_short_of_blocks:
             self._admit_waiting(draft)
+            if self._model_drafter is not None:
+                self._choose_proposals(draft, self._model_drafter)
         return self._make_plan(draft) if draft.num_tokens else None
 
     def idle_plan(self) -> StepPlan:
@@ -359,9 +363,13 @@ class Scheduler:
             row: [token_id, *result.checked_token_ids.get(row, ())]
             for row, token_id in zip(result.rows, result.token_ids, strict=True)
         }
-        is_counted = flight.drafts or flight.step % COUNTED_STEPS == 0
+        for run in flight.proposals:
+            run.is_proposing = False
+        is_counted = flight.drafts or flight.proposals or flight.step % COUNTED_STEPS == 0
         if self._drafter is not None and seconds is not None and is_counted:
-            self._count_step(self._drafter, flight, sampled, seconds)
+            self._count_step(self._drafter, flight, sampled, seconds - _draft_seconds(result))
+            if self._model_drafter is not None and result.draft_passes:
+                self._model_drafter.on_passes(result.draft_passes, num_rows=len(sampled))
         failures = {failure.row: failure for failure in result.failures}
         ended = set(result.ended)
         deltas = self._store_routed_experts(flight, sampled, result)
@@ -429,14 +437,14 @@ class Scheduler:
 
     def _is_waiting(self, run: Run) -> bool:
         """Whether no step may compute the run before one in flight is applied, or before the pipeline has its token."""
-        if run.num_drafts or self._is_between_stages(run):
+        if run.is_drafting or self._is_between_stages(run):
             return True
         if self._drafter is None or self._num_stages == 1 or not run.num_placeholders:
             return False
         candidate = self._candidate(run, self._drafter)
         return candidate is not None and self._drafter.gain_of_waiting([candidate], num_rows=1) > LEAST_GAIN_OF_TURN
 
-    def _choose_drafts(self, runs: Sequence[Run], budget: int, drafter: Drafter) -> dict[Run, list[int]]:
+    def _choose_drafts(self, runs: Sequence[Run], budget: int, drafter: Drafter[Any]) -> dict[Run, list[int]]:
         """Return the drafts to compute behind the last tokens of some of these runs: those whose last token is known
         and the only one to compute. They leave room for a token of each run."""
         candidates = {}
@@ -454,7 +462,7 @@ class Scheduler:
         chosen = drafter.choose(list(candidates.values()), num_tokens=num_tokens, num_rows=len(runs), room=room)
         return {run: drafted for run, drafted in zip(candidates, chosen, strict=True) if drafted}
 
-    def _candidate(self, run: Run, drafter: Drafter) -> Candidate | None:
+    def _candidate(self, run: Run, drafter: Drafter[Any]) -> Candidate | None:
         """Return the request of a run if tokens may be drafted for it."""
         request = run.request
         if request.follower is None or not drafter.is_predicted(request.follower):
@@ -469,6 +477,33 @@ class Scheduler:
         if added:
             draft.new_blocks[run] = added
         return added is not None
+
+    def _choose_proposals(self, draft: StepDraft, drafter: ModelDrafter) -> None:
+        """Choose the runs for which the draft model proposes tokens at the end of the step: some of those that generate
+        a token behind at least one other. Their block tables are extended for these tokens, unless too few blocks are
+        free."""
+        asking = {}
+        for run in draft.num_tokens:
+            request = run.request
+            # The step samples one token, and so does the one that checks the proposed ones.
+            limit = request.max_num_tokens - run.num_known_tokens - 1
+            is_generating = request.follower is not None and run.first_step < self._next_step
+            if limit > 0 and is_generating and run.num_computed_tokens == run.num_known_tokens - 1:
+                uncached = 1
+                if drafter.computes_prompts:
+                    uncached = run.num_known_tokens + run.num_drafts - run.num_draft_cached
+                asking[run] = Asking(request.follower, limit, uncached, run.is_catching_up)
+        if not asking:
+            return
+        for run, count in zip(
+            asking, drafter.propose(list(asking.values()), num_rows=len(draft.num_tokens)), strict=True
+        ):
+            most = run.num_known_tokens + run.num_drafts + count - 1
+            if count and (added := self._cache.extend(run, min(most, run.request.max_num_tokens))) is not None:
+                draft.proposals[run] = count
+                run.is_proposing = True
+                if added:
+                    draft.new_blocks[run] = [*draft.new_blocks.get(run, []), *added]
 
     def _is_between_stages(self, run: Run) -> bool:
         """Whether the run's next token is being computed by a step in the pipeline. A further step of the run would
@@ -563,7 +598,7 @@ class Scheduler:
 
     def _make_plan(self, draft: StepDraft) -> StepPlan:
         plan = draft.make_plan(self._next_step, self._running.pop_freed_rows())
-        flight = InFlightStep(self._next_step, self._weight_version, draft.num_tokens, draft.drafts)
+        flight = InFlightStep(self._next_step, self._weight_version, draft.num_tokens, draft.drafts, draft.proposals)
         self._in_flight.append(flight)
         self._next_step += 1
         self._is_rewound = False
@@ -614,6 +649,11 @@ class Scheduler:
         new_version = None if weight_version == request.weight_version else weight_version
         request.weight_version = weight_version
         self._predict(request, token_ids)
+        if self._model_drafter is not None and run.row in result.proposals:
+            proposal = result.proposals[run.row]
+            self._model_drafter.on_proposal(request.follower, proposal.token_ids)
+            run.num_draft_cached = proposal.num_cached
+            run.is_catching_up = proposal.num_cached < len(request.token_ids)
         is_first = request.times.first_token_at is None
         if is_first:
             self._histograms.on_first_token(request.times)
@@ -648,14 +688,14 @@ class Scheduler:
             request.token_ids.append(token_id)
             self._drafter.on_token(request.follower)
 
-    def _index_prompt(self, request: Request, drafter: Drafter) -> None:
+    def _index_prompt(self, request: Request, drafter: Drafter[Any]) -> None:
         """Index a part of a prompt while it is being computed."""
         if request.follower is None:
             request.follower = drafter.begin(request)
         drafter.index_tokens(request.follower)
 
     def _count_step(
-        self, drafter: Drafter, flight: InFlightStep, sampled: Mapping[int, list[int]], seconds: float
+        self, drafter: Drafter[Any], flight: InFlightStep, sampled: Mapping[int, list[int]], seconds: float
     ) -> None:
         """Count the time of a step, and what was gained by its drafts."""
         num_rows, num_tokens = len(flight.runs), flight.num_tokens
@@ -754,3 +794,7 @@ class Scheduler:
         """Release the blocks of ended runs that the step was the last to use."""
         for block_ids in flight.block_tables:
             self._cache.release(block_ids)
+
+
+def _draft_seconds(result: StepResult) -> float:
+    return sum(seconds for _, seconds in result.draft_passes)

@@ -23,6 +23,10 @@ MAX_EXCESS = 4.0
 """A step counts at most this many times as long as expected, because something else was delayed. On a machine that
 others use larger steps, of more threads, are delayed more often, so it is not close to 1."""
 
+FEW_STEPS, MAX_EXCESS_OF_FEW = 4, 1.5
+"""The same for the first steps of a class: if one of them was delayed, the class might look too expensive to be tried
+again. If it does take longer, its expected time grows with each step."""
+
 FORGET = 0.9998
 """Factor of the time of a class for each step that is not of it, so that a class is tried again in the end."""
 
@@ -37,7 +41,10 @@ INCOME = 0.005
 """Part of the time of each step that drafts may lose."""
 
 FIRST_BALANCE, MOST_BALANCE, LEAST_BALANCE = 0.5, 1.0, -1.0
-"""Limits of the balance, in times of a step without drafts."""
+"""Limits of the balance, in times of a step without drafts. From the last one on drafts end."""
+
+MOST_LOSS = 1.0
+"""A step takes at most this from the balance. If it took longer, something else was delayed."""
 
 LEAST_GAIN, LEAST_GAIN_IN_DEBT = 0.05, 0.2
 """Expected gain in speed below which nothing is drafted, and that while drafts have lost more than they may."""
@@ -62,7 +69,7 @@ class StepCosts:
         index = bisect_left(LARGEST_OF_CLASS, num_tokens)
         count = self._counts[index] = self._counts.get(index, 0) + 1
         expected = self.seconds(num_tokens) if self._points else seconds
-        seconds = min(seconds, MAX_EXCESS * expected)
+        seconds = min(seconds, (MAX_EXCESS if count > FEW_STEPS else MAX_EXCESS_OF_FEW) * expected)
         tokens, mean = self._means.get(index, (num_tokens, expected))
         weight = max(NEWEST, 1 / (count + EXPECTED_COUNT))
         self._means[index] = tokens + weight * (num_tokens - tokens), mean + weight * (seconds - mean)
@@ -76,8 +83,13 @@ class StepCosts:
         gain = INCOME * num_steps
         if num_drafts:
             seconds = min(seconds, MAX_EXCESS * self.seconds(num_rows + num_drafts))
-            gain += num_accepted / num_rows - seconds / self.seconds(num_rows) + 1
-        self.balance = min(MOST_BALANCE, max(LEAST_BALANCE, self.balance + gain))
+            gain += max(-MOST_LOSS, num_accepted / num_rows - seconds / self.seconds(num_rows) + 1)
+        self._add_to_balance(gain)
+
+    def charge(self, seconds: float, *, num_rows: int) -> None:
+        """Take the time in which drafts were made from the balance. The steps have been counted before."""
+        without = self.seconds(num_rows)
+        self._add_to_balance(-min(MOST_LOSS, seconds / without))
 
     @property
     def is_measured(self) -> bool:
@@ -110,6 +122,10 @@ class StepCosts:
             return seconds
         before, seconds_before = points[at - 1]
         return seconds_before + (seconds - seconds_before) * (num_tokens - before) / (tokens - before)
+
+    def _add_to_balance(self, gain: float) -> None:
+        # The loss of the step with which drafts end counts, too: else they would lose it again at once.
+        self.balance = min(MOST_BALANCE, max(LEAST_BALANCE - MOST_LOSS, self.balance + gain))
 
     def _rising_points(self) -> list[tuple[float, float]]:
         """Return tokens and seconds of the classes, where a larger step takes at least the time of smaller ones."""

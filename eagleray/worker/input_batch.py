@@ -72,7 +72,11 @@ class InputBatch:
         self._num_blocks[row] = have + len(block_ids)
         self.num_used_blocks = max(self.num_used_blocks, 1 + max(block_ids, default=-1))
 
-    def put_drafts(self, row: int, token_ids: list[int]) -> None:
+    def num_slots(self, row: int) -> int:
+        """Return the number of tokens that the row's blocks hold."""
+        return int(self._num_blocks[row]) * self.block_size
+
+    def put_drafts(self, row: int, token_ids: Sequence[int]) -> None:
         """Put drafted tokens behind the row's known ones, of which they do not become a part."""
         known = self.num_tokens[row]
         self.token_ids[row, known : known + len(token_ids)] = token_ids
@@ -121,16 +125,12 @@ class StepInputs:
     """[num_rows] Number of drafts among the tokens of each row; None if no row has any."""
 
 
-def build_inputs(plan: StepPlan, rows: InputBatch, last_tokens: Tensor | None = None) -> StepInputs:
-    """Return the inputs of `plan`, which may have no rows. Reads `rows` without changing it. `last_tokens`: see
-    `ForwardBatch`."""
-    row_ids = np.array(plan.rows, dtype=np.int64)
-    counts = np.array(plan.num_tokens, dtype=np.int64)
+def make_batch(
+    rows: InputBatch, row_ids: IntArray, first: IntArray, counts: IntArray, *, last_tokens: Tensor | None = None
+) -> ForwardBatch:
+    """Return a batch of `counts` [n] tokens of each of `row_ids` [n], from the positions `first` [n] on. Rows with one
+    token come first."""
     num_decodes = int(np.count_nonzero(counts == 1))
-    if num_decodes != len(row_ids):
-        order = np.argsort(counts != 1, kind="stable")
-        row_ids, counts = row_ids[order], counts[order]
-    first = rows.num_computed[row_ids]
     seq_lens = first + counts
     query_end_loc = np.cumsum(counts)
     token_rows, positions = row_ids, first
@@ -142,7 +142,7 @@ def build_inputs(plan: StepPlan, rows: InputBatch, last_tokens: Tensor | None = 
     max_blocks = -(-int(seq_lens.max(initial=0)) // rows.block_size)
     query_start_loc = np.zeros(len(row_ids) + 1, dtype=np.int32)
     query_start_loc[1:] = query_end_loc
-    batch = ForwardBatch(
+    return ForwardBatch(
         token_ids=rows.token_ids[token_rows, positions],
         positions=positions.astype(np.int32),
         slot_mapping=(rows.block_table[token_rows, block] * rows.block_size + offset).astype(np.int32),
@@ -153,6 +153,19 @@ def build_inputs(plan: StepPlan, rows: InputBatch, last_tokens: Tensor | None = 
         last_tokens=last_tokens,
         adapters=AdapterGroups.of(rows.adapter_slots[token_rows]) if rows.has_adapters else None,
     )
+
+
+def build_inputs(plan: StepPlan, rows: InputBatch, last_tokens: Tensor | None = None) -> StepInputs:
+    """Return the inputs of `plan`, which may have no rows. Reads `rows` without changing it. `last_tokens`: see
+    `ForwardBatch`."""
+    row_ids = np.array(plan.rows, dtype=np.int64)
+    counts = np.array(plan.num_tokens, dtype=np.int64)
+    num_decodes = int(np.count_nonzero(counts == 1))
+    if num_decodes != len(row_ids):
+        order = np.argsort(counts != 1, kind="stable")
+        row_ids, counts = row_ids[order], counts[order]
+    batch = make_batch(rows, row_ids, rows.num_computed[row_ids], counts, last_tokens=last_tokens)
+    seq_lens, query_end_loc = rows.num_computed[row_ids] + counts, np.cumsum(counts)
     num_known, num_drafts = seq_lens, None
     if plan.drafts:
         num_drafts = np.array([len(plan.drafts.get(row, ())) for row in row_ids.tolist()], dtype=np.int64)

@@ -33,6 +33,7 @@ from eagleray.messages.steps import StageRoutedExperts, StepPlan, StepResult
 from eagleray.models.base import Model
 from eagleray.worker.downloads import Download, DownloadQueue, HostArray
 from eagleray.worker.draft_check import Checked, DraftCheck
+from eagleray.worker.draft_model import Proposals, Proposer
 from eagleray.worker.input_batch import (
     ExpectedTokens,
     InputBatch,
@@ -49,6 +50,7 @@ from eagleray.worker.token_relay import TokenRelay
 
 NOTHING_SAMPLED = Sampled([], [], {}, [], [])
 NOTHING_CHECKED = Checked({}, {})
+NOTHING_PROPOSED = Proposals()
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class UnfinishedStep:
     """The tokens, if the host knows them already."""
     checked: Checked = NOTHING_CHECKED
     """Further tokens of the rows that have drafts."""
+    proposals: Proposals = NOTHING_PROPOSED
     sampling: tuple[ExpectedTokens, SamplingStep] | None = None
     """The tokens, if the host does not know them yet."""
     prompts: dict[int, int] = field(default_factory=dict)
@@ -110,6 +113,7 @@ class Runner:
         *,
         reports_logits: bool = False,
         pooler: Pooler | None = None,
+        proposer: Proposer | None = None,
         wait: Callable[[UnfinishedStep], None] | None = None,
     ) -> None:
         """`wait` is called before the results of a step are read, and returns when they can be waited for."""
@@ -134,6 +138,7 @@ class Runner:
             self._experts = ExpertsReader(model.trace, model.groups.tp, has_sequence_shards=model.has_sequence_shards)
         self._pooler = pooler
         """None for a model that generates."""
+        self._proposer = proposer
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (k, first position still wanted)
         self._scored: dict[int, Int32Array] = {}
         """Token ids [num_prompt_tokens - 1, num_ids] that are scored at the positions of prompts too, by row."""
@@ -174,6 +179,8 @@ class Runner:
             logprobs=sampled.logprobs,
             checked_token_ids=step.checked.token_ids,
             checked_logprobs=step.checked.logprobs,
+            proposals=step.proposals.by_row,
+            draft_passes=step.proposals.passes,
             prompt_logprobs=prompts,
             pooled=pooled,
             mask_seconds=sampled.mask_seconds + step.checked.mask_seconds,
@@ -216,6 +223,8 @@ class Runner:
             self._rows.num_computed[inputs.rows] -= inputs.num_drafts
         if samples is not None:
             self._sample(step, samples, inputs, hidden)
+        if self._proposer is not None:
+            step.proposals = self._proposer.propose(plan.proposals, self._num_known(step), inputs, hidden)
         self._model.rebalance_if_due()
         step.tensors += prompts
         if isinstance(experts, Tensor):
@@ -238,6 +247,8 @@ class Runner:
             self._scored.pop(row, None)
         for new in plan.new_rows:
             self._rows.add_row(new)
+            if self._proposer is not None:
+                self._proposer.add_row(new)
             if self._is_sampling:
                 self._sampler.add_row(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
             if new.sampling.prompt_logprobs is not None and new.prompt_logprobs_from < new.num_prompt_tokens:
@@ -246,6 +257,8 @@ class Runner:
                     self._scored[new.row] = np.array(new.sampling.prompt_logprob_token_ids, dtype=np.int32)
         for row, block_ids in plan.new_blocks:
             self._rows.append_blocks(row, block_ids)
+            if self._proposer is not None:
+                self._proposer.add_blocks(block_ids)
         for row, token_ids in plan.settled_rows:
             self._rows.settle_drafts(row, token_ids)
         for row, token_ids in plan.drafts.items():
@@ -321,6 +334,18 @@ class Runner:
             self._rows.set_tokens(expected, token_ids)
         else:
             self._relay.share(expected, token_ids)
+
+    def _num_known(self, step: UnfinishedStep) -> dict[int, int]:
+        """Return the number of tokens of each row that the step has sampled for, and put those into the table that
+        come there with the next plan only: the tokens of rows with drafts."""
+        num_known = {}
+        for row, token_id in zip(step.sampled.rows, step.sampled.token_ids, strict=True):
+            num_known[row] = int(self._rows.num_tokens[row])
+            if row in step.plan.drafts:
+                token_ids = [token_id, *step.checked.token_ids.get(row, ())]
+                self._rows.put_drafts(row, token_ids)
+                num_known[row] += len(token_ids)
+        return num_known
 
     def _pool(self, step: UnfinishedStep, pooler: Pooler, inputs: StepInputs, hidden: Tensor) -> list[Tensor]:
         """Pool the hidden states of this step. Returns the vectors of the rows that are complete with it, in the one

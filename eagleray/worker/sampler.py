@@ -234,15 +234,13 @@ class HostSampler(TokenSampler[HostPlan]):
     def sample(self, logits: Tensor, rows: IntArray, positions: IntArray, masks: PendingMasks | None = None) -> Sampled:
         """Choose a token for each row and leave the sampling state unchanged. `masks`: those of the grammars. For the
         other parameters see `prepare` and `launch`."""
-        use = self._state.use[rows]
-        step = _Batch(rows, positions, use, int(np.bitwise_or.reduce(use)))
+        step = self._batch(rows, positions)
         reported = step.logit_indices(SamplingFeature.LOGPROBS)
         raw = logits if self._kind.is_processed else self._raw(logits, reported, step)
         chosen, highest, failed = self._choose_likeliest(logits, masks)
         if step.used & SamplingFeature.BY_PARAMETERS:
-            self._adjust(logits, step)
-            chosen, highest = self._ranking.first(logits)
-            failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | failed
+            chosen, highest, broken = self._choose_adjusted(logits, step)
+            failed = dict.fromkeys(broken, NOTHING_LEFT) | failed
         if step.used & SamplingFeature.RANDOM:
             self._draw(logits, highest, step, out=chosen)
         drawn = chosen
@@ -254,6 +252,25 @@ class HostSampler(TokenSampler[HostPlan]):
         elif len(reported):
             reports = self._report(raw, None, reported, chosen, step)
         return gather_sampled(rows.tolist(), chosen.tolist(), reports, failed, masks)
+
+    @torch.inference_mode()
+    def guess(self, logits: Tensor, rows: IntArray, positions: IntArray) -> IntArray:
+        """Return the token [n] that each row would choose at these positions if these logits were the model's, without
+        the masks of grammars. The sampling state stays unchanged. For the parameters see `prepare` and `launch`."""
+        step = self._batch(rows, positions)
+        chosen, highest = self._ranking.first(logits)
+        _clear_broken(logits, chosen, highest)
+        if step.used & SamplingFeature.BY_PARAMETERS:
+            chosen, highest, _ = self._choose_adjusted(logits, step)
+        if step.used & SamplingFeature.RANDOM:
+            self._draw(logits, highest, step, out=chosen)
+        if step.used & SamplingFeature.FORCED:
+            chosen = self._force(chosen, step)
+        return chosen.numpy(force=True)
+
+    def _batch(self, rows: IntArray, positions: IntArray) -> _Batch:
+        use = self._state.use[rows]
+        return _Batch(rows, positions, use, int(np.bitwise_or.reduce(use)))
 
     def _raw(self, logits: Tensor, reported: IntArray, step: _Batch) -> Tensor:
         """Return the raw logits to report on, [num_reported, vocab_size]: a copy if they will change."""
@@ -272,6 +289,13 @@ class HostSampler(TokenSampler[HostPlan]):
         chosen, highest, unmasked = self._ranking.first_allowed(logits, rows, self._tensor(words))
         failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | refused
         return chosen, highest, failed | dict.fromkeys(_find_broken(unmasked), NOT_FINITE)
+
+    def _choose_adjusted(self, logits: Tensor, step: _Batch) -> tuple[Tensor, Tensor, list[int]]:
+        """Adjust the logits by the rows' parameters. Returns the token of the highest logit of each row [n], this logit
+        [n], and the indices of the logits of which none is left."""
+        self._adjust(logits, step)
+        chosen, highest = self._ranking.first(logits)
+        return chosen, highest, _clear_broken(logits, chosen, highest)
 
     def _adjust(self, logits: Tensor, step: _Batch) -> None:
         state = self._state

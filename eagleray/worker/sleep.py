@@ -28,10 +28,20 @@ MEMORY_TAGS: frozenset[SleepTag] = frozenset(("weights", "kv_cache"))
 
 
 class SleepableMemory:
-    """The weights of a model and its cache. `limits` and `last_tokens` are those of its steps, see `Model.warm_up`."""
+    """The weights of a model and its cache. `limits` and `last_tokens` are those of its steps, see `Model.warm_up`.
+    `draft_cache`: the cache of a draft model, which sleeps with the model's; the weights of a draft model stay."""
 
-    def __init__(self, model: Model, cache: KVCache, limits: PassLimits, last_tokens: Tensor | None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        limits: PassLimits,
+        last_tokens: Tensor | None,
+        *,
+        draft_cache: KVCache | None = None,
+    ) -> None:
         self._model = model
+        self._draft_cache = draft_cache
         self._cache = cache
         self._limits = limits
         self._last_tokens = last_tokens
@@ -107,11 +117,14 @@ class SleepableMemory:
             torch.cuda.empty_cache()
         malloc_trim()
 
+    def _cache_layers(self) -> list[Tensor]:
+        return self._cache.layers + ([] if self._draft_cache is None else self._draft_cache.layers)
+
     def _memory_of(self, tag: Literal["weights", "kv_cache"]) -> ReleasableMemory:
         """Return the memory of a part, which counts as asleep from now on."""
         if tag not in self._asleep:
             model = self._model
-            tensors = model.storage() if tag == "weights" else self._cache.layers
+            tensors = model.storage() if tag == "weights" else self._cache_layers()
             memory = releasable_memory(tensors, model.device)
             if tag == "weights" and model.adapters is not None:
                 memory = WeightsAndAdapters(memory, releasable_memory(model.adapters.storage(), model.device))

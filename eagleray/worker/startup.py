@@ -10,6 +10,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from eagleray.config.resolve import (
     option_that_needs_invariance,
 )
 from eagleray.config.sections import Config
-from eagleray.config.speculation import MAX_DRAFT_TOKENS
+from eagleray.config.speculation import MAX_DRAFT_TOKENS, speculation
 from eagleray.errors import ConfigError
 from eagleray.hub.locate import checkpoint_dir
 from eagleray.hub.model_json import config_file, read_config
@@ -47,6 +48,7 @@ from eagleray.parallel.groups import Groups, OpenedGroups, listen_address
 from eagleray.parallel.mesh import EnginePosition, Mesh
 from eagleray.process.host_memory import host_free_bytes
 from eagleray.worker.device import choose_device, set_threads
+from eagleray.worker.draft_files import draft_directory
 from eagleray.worker.extension import Extension
 from eagleray.worker.grammar_rows import GrammarRows
 from eagleray.worker.grammars import WorkerGrammars
@@ -169,7 +171,11 @@ class LoadedWorker:
         # nothing to do on the host of the program that started the engines, which has fetched it
         timeout = self.setup.config.execution.startup_timeout
         fetch_model(self.setup.config.model, timeout=timeout, with_weights=True)
+        directory = self._draft_directory()
         self.model = self._load_with_kernels()
+        self.draft_model = None if directory is None else self._load_draft_model(directory)
+        """The draft model, or the layer that drafts; None without one, and on ranks that do not report what a step
+        samples."""
         config = self.setup.config.model
         self.max_model_len = max_model_len(config, self.model.spec.max_model_len, config_file(config))
         path = self.setup.config.execution.worker_extension_cls
@@ -178,13 +184,12 @@ class LoadedWorker:
     def describe(self) -> ModelLoaded:
         """Return the facts about the model that the engine needs."""
         model, moe = self.model, self.model.spec.moe
-        block_size = self.setup.config.cache.block_size
         return ModelLoaded(
             architecture=model.spec.architecture,
             num_parameters=model.num_parameters,
             vocab_size=model.spec.vocab_size,
             max_model_len=self.max_model_len,
-            bytes_per_block=KVCache.bytes_per_block(model.cache_shape(block_size), model.cache_dtype),
+            bytes_per_block=self.bytes_per_block,
             device=self.device.type,
             kernels=model.kernels_name,
             num_moe_layers=0 if model.trace is None else model.trace.num_layers,
@@ -198,6 +203,13 @@ class LoadedWorker:
             process=ProcessInfo.current(),
         )
 
+    @property
+    def bytes_per_block(self) -> int:
+        """Memory of one cache block over all layers of this worker, with those of the draft model."""
+        models = [self.model] if self.draft_model is None else [self.model, self.draft_model]
+        block_size = self.setup.config.cache.block_size
+        return sum(KVCache.bytes_per_block(model.cache_shape(block_size), model.cache_dtype) for model in models)
+
     def available_bytes(self, max_num_batched_tokens: int) -> int:
         """Return the memory that this worker's cache may take, beside steps of up to this many tokens. On a GPU these
         are run once, together with the other ranks."""
@@ -207,6 +219,8 @@ class LoadedWorker:
             num_drafts = MAX_DRAFT_TOKENS if config.scheduling.speculative_config else 0
             step_bytes = model.step_bytes(limits, config.cache.block_size, num_drafts=num_drafts)
             step_bytes += 0 if model.adapters is None else model.adapters.num_bytes
+            if self.draft_model is not None:
+                step_bytes += self.draft_model.step_bytes(limits, config.cache.block_size)
             num_workers = self.setup.num_workers_on_host()
             return host_cache_bytes(free=host_free_bytes(), step_bytes=step_bytes, num_workers=num_workers)
         gc.collect()
@@ -244,6 +258,8 @@ class LoadedWorker:
     def close(self) -> None:
         """Leave the groups."""
         self.model.close()  # before the groups, see there
+        if self.draft_model is not None:
+            self.draft_model.close()
         self.groups.close()
 
     def _open_default_group(self) -> None:
@@ -312,6 +328,44 @@ class LoadedWorker:
             self.device,
             torch.get_num_threads(),
             "" if torch.get_num_threads() == 1 else "s",
+        )
+        return model
+
+    def _draft_directory(self) -> Path | None:
+        """Return the directory of the draft model, or of the layer that drafts, on the rank that has it. Raises
+        `ConfigError` if it cannot draft for the model."""
+        options = speculation(self.setup.config.scheduling.speculative_config)
+        if options is None or not options.has_model or not self.mesh.is_sampler:
+            return None
+        model = self.setup.config.model
+        return draft_directory(options.model, model) if options.model else checkpoint_dir(model)
+
+    def _load_draft_model(self, directory: Path) -> Model:
+        """Load the whole draft model, or layer, whatever part of the model this rank has."""
+        config = self.setup.config
+        options = speculation(config.scheduling.speculative_config)
+        is_layer = options is not None and options.method == "mtp"
+        files = ConfigFile(config_file(config.model), read_config(config.model)) if is_layer else None
+        model = load_model(
+            directory,
+            config=files,
+            dtype=config.model.dtype,
+            load_format=config.model.load_format,
+            device=self.device,
+            seed=config.model.seed,
+            on_progress=None,
+            total_memory=total_bytes(self.device),
+            attention_backend=config.execution.attention_backend,
+            quantization=config.model.quantization if is_layer else None,
+            drafts=is_layer,
+        )
+        logger.info(
+            "loaded %s %s, %s, %.1f M parameters in %s",
+            "the layer for drafts of" if is_layer else "the draft model",
+            directory,
+            model.spec.architecture,
+            model.num_parameters / 1e6,
+            str(model.dtype).removeprefix("torch."),
         )
         return model
 

@@ -60,12 +60,15 @@ from eagleray.messages.steps import (
 )
 from eagleray.messages.weight_transfer import PollTransfer, TransferCall, TransferReply
 from eagleray.messages.workers import EngineOpened, GroupOpened, Topology
+from eagleray.models.deepseek_drafts import DeepSeekDrafts
 from eagleray.parallel.mesh import EnginePosition, Mesh
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.process.host_memory import host_free_bytes
 from eagleray.transport.message_queue_peer import MessageQueuePeer
 from eagleray.worker.adapters import write_adapter
 from eagleray.worker.downloads import downloads_of
+from eagleray.worker.draft_layer import DraftLayer
+from eagleray.worker.draft_model import DraftModel, Proposer
 from eagleray.worker.grammars import COMPILE_TIMEOUT_SECONDS, WorkerGrammars
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.logprobs import ScoreKind
@@ -73,6 +76,7 @@ from eagleray.worker.memory import check_cache_fits, total_bytes
 from eagleray.worker.pooler import Pooler
 from eagleray.worker.prefault import CachePrefaulter, prefault_chunks
 from eagleray.worker.runner import Runner, UnfinishedStep
+from eagleray.worker.sampler import HostSampler
 from eagleray.worker.sleep import KEEPING_LEVEL, SleepableMemory
 from eagleray.worker.startup import JoinedWorker, LoadedWorker, OpenedWorker, WorkerSetup, sampler_of
 from eagleray.worker.storage_transfer import SharedStorage
@@ -256,7 +260,7 @@ class ServingWorker:
         self._broken: str | None = None  # cause why no step can be taken, until an expert group is joined
         shape = model.cache_shape(block_size)
         check_cache_fits(
-            num_blocks * KVCache.bytes_per_block(shape, model.cache_dtype),
+            num_blocks * loaded.bytes_per_block,
             total=total_bytes(model.device),
             num_workers=1 if self.is_on_gpu else loaded.setup.num_workers_on_host(),
         )
@@ -269,18 +273,33 @@ class ServingWorker:
         limits = loaded.limits(max_num_batched_tokens)
         model.warm_up(cache, limits, sampler.last_tokens)
         sampler.warm_up(num_rows, num_logprobs=logprobs_limit(config.model, model.spec.vocab_size))
+        rows = InputBatch(num_rows=num_rows, max_model_len=loaded.max_model_len, block_size=block_size)
+        self._draft_model = loaded.draft_model
+        draft_cache: KVCache | None = None
+        proposer: Proposer | None = None
+        if (draft := loaded.draft_model) is not None:
+            assert isinstance(sampler, HostSampler), "on GPUs drafts are refused"
+            draft_cache = KVCache.allocate(
+                draft.cache_shape(block_size), num_blocks=num_blocks, dtype=draft.cache_dtype, device=draft.device
+            )
+            draft.warm_up(draft_cache, limits, None)
+            if isinstance(draft, DeepSeekDrafts):
+                proposer = DraftLayer(draft, draft_cache, rows, sampler)
+            else:
+                proposer = DraftModel(draft, draft_cache, rows, sampler, max_tokens=limits.num_tokens)
         self._runner = Runner(
             model,
             cache,
-            InputBatch(num_rows=num_rows, max_model_len=loaded.max_model_len, block_size=block_size),
+            rows,
             sampler,
             downloads_of(model.device),
             reports_logits=reported_kind.is_logits,
             pooler=_pooler_of(loaded),
+            proposer=proposer,
             wait=self._wait_until_done,
         )
         self._cache = cache
-        self._memory = SleepableMemory(model, cache, limits, sampler.last_tokens)
+        self._memory = SleepableMemory(model, cache, limits, sampler.last_tokens, draft_cache=draft_cache)
         self._prefaulter = CachePrefaulter(cache, self._runner)
         self._weights = WeightUpdater(
             model.start_update,
@@ -388,6 +407,8 @@ class ServingWorker:
         self._prefaulter.close()  # before the cache sleeps, whose pages it would request
         if "weights" in tags:
             self._weights.on_weights_sleep(are_kept=level <= KEEPING_LEVEL)
+        if self._draft_model is not None:
+            self._draft_model.close()
         return self._memory.sleep(tags, level)
 
     def wake_up(self, tags: Collection[SleepTag]) -> WorkerWoke:
@@ -410,6 +431,8 @@ class ServingWorker:
         if self._grammars is not None:
             self._grammars.close()
         self._model.close()  # before the groups, see there
+        if self._draft_model is not None:
+            self._draft_model.close()
         self._groups.close()
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from agreement import VOCAB_SIZE, answers
+from agreement import VOCAB_SIZE, answers, assert_equal
 from checkpoints import make_checkpoint
 from drafters import RecordedDrafter
 from harness import Answer, LocalEngine
@@ -17,22 +16,6 @@ from eagleray.messages.grammars import Grammar
 from eagleray.scheduler.step_costs import StepCosts
 
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4}
-
-
-def assert_equal(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
-    assert found.keys() == expected.keys()
-    for name, answer in expected.items():
-        assert found[name].token_ids == answer.token_ids, name
-        assert found[name].logprobs == answer.logprobs, name
-        assert found[name].finish_reason == answer.finish_reason
-        assert found[name].error == answer.error
-        positions = zip(scores(found[name]), scores(answer), strict=True)
-        assert all(np.array_equal(one, other) for one, other in positions)
-
-
-def scores(answer: Answer) -> list[np.ndarray]:
-    """Return the log-probabilities of each position of the prompt, which come in chunks of any size."""
-    return [position for part in answer.prompt_logprobs for position in part.logprobs]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +42,7 @@ def test_drafts_right_and_wrong_answers_are_the_same_bits(tmp_path, monkeypatch,
         drafters.append(RecordedDrafter(outputs, vocab_size=VOCAB_SIZE))
         return drafters[-1]
 
-    monkeypatch.setattr(startup, "Drafter", make_drafter)
+    monkeypatch.setattr(startup, "make_drafter", make_drafter)
     assert_equal(answers(checkpoint, speculative_config=SPECULATION, **options), expected)
     assert sum(drafters[-1].num_accepted[1:]) > 0
 

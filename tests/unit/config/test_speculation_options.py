@@ -28,12 +28,20 @@ def test_speculation_lookup_limits_default_as_in_vllm(given, expected):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"num_speculative_tokens": 5}, "`method` is missing; it must be ngram or suffix"),
+        ({"num_speculative_tokens": 5}, "`method` is missing; it must be ngram, suffix, draft_model or mtp"),
         ({"method": "eagle3", "num_speculative_tokens": 5}, "`method` is 'eagle3', which is not supported"),
         ({"method": "ngram"}, "`num_speculative_tokens` must be a number from 1 to 64, but it is None"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "must be a number from 1 to 64"),
         ({"method": "ngram", "prompt_lookup_mx": 3}, "no field `prompt_lookup_mx`; did you mean `prompt_lookup_max`?"),
-        ({"method": "ngram", "model": "/draft"}, "there is no field `model`; there are method, num_speculative_tokens"),
+        ({"method": "ngram", "model": "/draft"}, "`model` is no field of the method ngram"),
+        ({"method": "ngram", "draft": 1}, "there is no field `draft`; there are method, num_speculative_tokens"),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, "draft_model needs `model`, the directory of"),
+        ({"method": "mtp", "model": "/m", "num_speculative_tokens": 1}, "`model` is no field of the method mtp"),
+        ({"method": "draft_model", "model": "/draft"}, "`num_speculative_tokens` must be a number from 1 to 64"),
+        (
+            {"model": "/draft", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
+            "`prompt_lookup_max` is no field of the method draft_model",
+        ),
         (
             {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3, "prompt_lookup_max": 2},
             "at most `prompt_lookup_max`, but they are 3 and 2",
@@ -77,5 +85,23 @@ def test_speculation_flags_of_single_fields_are_one_option():
     assert translate(given, own).options == {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     with pytest.raises(ConfigError, match="`spec_method`: it is a field of `speculative_config`, which is given too"):
         translate(given | {"speculative_config": "{}"}, own)
-    with pytest.raises(ConfigError, match="`spec_model` is not supported yet: `speculative_config` drafts from"):
-        translate({"spec_model": "/draft"}, own)
+    expected = {"model": "/draft", "num_speculative_tokens": 3}
+    assert translate({"spec_model": "/draft", "spec_tokens": 3}, own).options == {"speculative_config": expected}
+
+
+def test_speculation_draft_model_needs_one_stage_and_its_own_experts():
+    options = {"model": "/draft", "num_speculative_tokens": "3"}
+    drafts = speculation(options)
+    assert (drafts.method, drafts.model, drafts.num_speculative_tokens) == ("draft_model", "/draft", 3)
+    layer = speculation({"method": "deepseek_mtp"})
+    assert (layer.method, layer.num_speculative_tokens) == ("mtp", 1)
+    with pytest.raises(ConfigError, match="but pipeline_parallel_size is 2: set it to 1, or take the method ngram"):
+        build_config(speculative_config=options, pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="would wait for the drafts of each other"):
+        build_config(
+            speculative_config=options,
+            enable_expert_parallel=True,
+            data_parallel_size=2,
+            expert_dispatch="all-to-all",
+        )
+    build_config(speculative_config=options, tensor_parallel_size=2)

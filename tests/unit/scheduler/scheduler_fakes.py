@@ -21,10 +21,10 @@ from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason, PromptLogprobs, TokenLogprobs
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
-from eagleray.messages.steps import NewRow, RowFailure, StepPlan, StepResult
+from eagleray.messages.steps import NewRow, Proposal, RowFailure, StepPlan, StepResult
+from eagleray.scheduler.history_drafter import HistoryDrafter
 from eagleray.scheduler.request import AddressedChunk
 from eagleray.scheduler.scheduler import Scheduler
-from eagleray.scheduler.speculation import Drafter
 
 VOCAB_SIZE = 16
 ALICE = ClientId("test", 0)
@@ -168,6 +168,7 @@ class FakeWorker:
             self._read(self.rows[row], num_tokens)
         experts, slots = self._capture(plan)
         result = self._sample(plan)
+        result = msgspec.structs.replace(result, proposals=self._propose(plan, result))
         self.is_sound = True
         return msgspec.structs.replace(result, routed_experts=experts, routed_slots=slots)
 
@@ -335,6 +336,22 @@ class FakeWorker:
             failures=failures,
         )
 
+    def _propose(self, plan, result):
+        """Return a random number of right tokens behind those that rows have sampled, then wrong ones."""
+        assert plan.proposals.keys() <= set(plan.rows)
+        proposals, choose = {}, random.Random(plan.step)
+        for index in plan.proposals.keys() & set(result.rows):
+            row = self.rows[index]
+            tokens = known = row.token_ids + (row.checked or [])
+            assert len(row.block_ids) * self.block_size >= len(known), "there is no room for the last token"
+            for _ in range(choose.randint(0, plan.proposals[index])):
+                digests = prefix_digests(
+                    tokens, seed=row.sampling.seed, known=row.digests[: row.num_computed], update=self.update
+                )
+                tokens = [*tokens, choose.choice([token_after(digests[-1])] * 3 + [choose.randrange(VOCAB_SIZE)])]
+            proposals[index] = Proposal(tokens[len(known) :], len(known))
+        return proposals
+
 
 def prompt_logprobs_of(row, begin, end):
     """Return log-probabilities of the wanted positions with predecessors `begin` to `end - 1`; each is minus the
@@ -350,7 +367,7 @@ def prompt_logprobs_of(row, begin, end):
     )
 
 
-class RandomDrafter(Drafter):
+class RandomDrafter(HistoryDrafter):
     """Drafts by a random number of right tokens, then wrong ones, and waits for tokens at random."""
 
     def __init__(self, seed):

@@ -9,8 +9,9 @@ from scheduler_fakes import Engine, RandomDrafter, request, undisturbed
 
 from eagleray.config.speculation import speculation
 from eagleray.scheduler.acceptance import Acceptance, Calibration
+from eagleray.scheduler.history_drafter import COLD_TOKENS, HistoryDrafter
 from eagleray.scheduler.request import new_request
-from eagleray.scheduler.speculation import COLD_TOKENS, Candidate, Drafter
+from eagleray.scheduler.speculation import Candidate
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 3}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
@@ -20,7 +21,7 @@ class Drafted:
     """A request and a drafter whose steps take equal times, whatever is drafted, and whose predictions were right."""
 
     def __init__(self, prompt, options=NGRAM, *, drafter=None):
-        self.drafter = drafter or Drafter(speculation(options))
+        self.drafter = drafter or HistoryDrafter(speculation(options))
         if drafter is None:
             for length in (2, 4, 8, 64):
                 for _ in range(30):
@@ -77,7 +78,7 @@ def test_drafter_wrong_predictions_stop_drafts_and_right_ones_start_them_again(o
 
 
 def test_drafter_new_engine_drafts_nothing_before_predictions_were_right():
-    one = Drafted([1, 2, 3, 4, 5], drafter=Drafter(speculation(NGRAM)))
+    one = Drafted([1, 2, 3, 4, 5], drafter=HistoryDrafter(speculation(NGRAM)))
     one.generate([9, 1, 2])
     assert one.drafter.is_predicted(one.follower) and one.draft() == []
 

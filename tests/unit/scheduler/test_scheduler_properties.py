@@ -6,11 +6,15 @@ import random
 
 import msgspec
 import pytest
+from drafters import EagerModelDrafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_fakes import ALICE, BOB, VOCAB_SIZE, Engine, RandomDrafter, request, undisturbed
 
+from eagleray.config.speculation import speculation
+
+DRAFT_MODEL = {"method": "draft_model", "model": "/draft", "num_speculative_tokens": 4}
 PREFIXES = [[], [1] * 4, [1] * 9, [1, 1, 1, 1, 2, 3, 4, 5, 6], [7, 8]]
 
 
@@ -31,6 +35,13 @@ def engines(draw, max_model_len=None):
         num_stages=draw(st.integers(1, 3)),
         drafter=draw(st.none() | st.builds(RandomDrafter, st.integers(0, 99))),
     )
+
+
+def random_drafter(seed):
+    """Return a drafter whose tokens are known to the scheduler, or one that asks the worker for proposals."""
+    if seed % 4 == 1:
+        return RandomDrafter(seed)
+    return EagerModelDrafter(speculation(DRAFT_MODEL), seed=seed)
 
 
 @st.composite
@@ -232,7 +243,7 @@ def test_scheduler_random_operations_invariants_hold(depth, policy, caching, rew
         num_blocks=44,
         enable_prefix_caching=caching,
         policy=policy,
-        drafter=RandomDrafter(depth) if drafts else None,
+        drafter=random_drafter(depth + 2 * caching) if drafts else None,
     )
     live_a_day(engine, random.Random(f"{depth} {policy} {caching}"), num_requests=120, rewinds=rewinds)
     stats = engine.scheduler.stats()
@@ -255,6 +266,6 @@ def test_scheduler_random_small_engine_tokens_equal_undisturbed(seed):
         num_blocks=-(-max_model_len // block_size) + choose.randrange(8),
         enable_prefix_caching=choose.random() < 0.7,
         policy=choose.choice(["fcfs", "priority"]),
-        drafter=RandomDrafter(seed) if seed % 2 else None,
+        drafter=random_drafter(seed) if seed % 2 else None,
     )
     live_a_day(engine, choose, num_requests=24, rewinds=choose.choice([0, 0.3]))

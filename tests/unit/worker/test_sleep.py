@@ -131,6 +131,19 @@ def test_sleep_level_2_then_weights_copied_back_gives_equal_logits(
     assert [part.data_ptr() for part in running.model.storage()] == addresses
 
 
+def test_sleep_cache_of_a_draft_model_sleeps_too(checkpoint: Path) -> None:
+    running = Running(load(checkpoint, 1))
+    shape, dtype = running.model.cache_shape(BLOCK_SIZE), running.model.cache_dtype
+    draft_cache = KVCache.allocate(shape, num_blocks=8, dtype=dtype, device=CPU)
+    memory = SleepableMemory(running.model, running.cache, PassLimits(64, 2, 64), None, draft_cache=draft_cache)
+    for layer in (*running.cache.layers, *draft_cache.layers):
+        layer.fill_(1.0)
+    memory.sleep(("weights",), 1)
+    assert all(layer.all() for layer in draft_cache.layers)
+    memory.sleep(("kv_cache",), 1)
+    assert not any(layer.any() for layer in (*running.cache.layers, *draft_cache.layers))
+
+
 def test_sleep_level_1_keeps_weights_and_loses_the_cache(checkpoint: Path) -> None:
     running = Running(load(checkpoint, 1))
     expected = running.logits()
