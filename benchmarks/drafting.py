@@ -134,8 +134,9 @@ class Simulation:
         noise = 1 + abs(self._random.gauss(0, self._noise))
         if self._noise and self._random.random() < DELAYED:
             noise *= 1 + 3 * self._random.random()
-        chunks = self.scheduler.apply(result, seconds=milliseconds * noise / 1e3)
-        return 0.0 if plan.new_rows else milliseconds, sum(chunk.finish_reason is not None for _, chunk in chunks)
+        outputs = self.scheduler.apply(result, seconds=milliseconds * noise / 1e3)
+        num_finished = sum(chunk.finish_reason is not None for _, chunk in outputs.chunks)
+        return 0.0 if plan.new_rows else milliseconds, num_finished
 
     def _result(self, plan: StepPlan) -> StepResult:
         """Return the next token of each row, those of its drafts that are right, and proposals."""

@@ -42,6 +42,7 @@ INSTANCE = "bench"
 START_SECONDS = 60.0
 BLOCK_SIZE, NUM_BLOCKS, VOCAB = 16, 100_000, 1000
 STATS_SECONDS = 0.5
+TOKEN = 5
 PER_THOUSAND = 1e5
 """Factor from seconds of a core per token to percent of a core per 1,000 tokens per second."""
 
@@ -161,7 +162,8 @@ class NullEngine:
         self.num_tokens = 0
         self._inbox: Inbox[Any] = Inbox(runtime_dir, self.engine.label, Codec[Any](ENGINE_INBOX).decode)
         self._outbox: Outbox[ClientId, EngineToClient] = Outbox(Codec[Any](ENGINE_OUTBOX).encode)
-        self._running: dict[ClientId, dict[str, int]] = {}
+        self._running: dict[ClientId, dict[str, tuple[int, int]]] = {}
+        """Number of tokens that each request has got, and of those that it has to get."""
         self.joined = Joined(self.engine, self._inbox.address, INFO)
 
     def connect(self, client: ClientId, address: str) -> None:
@@ -172,7 +174,7 @@ class NullEngine:
         while (message := self._inbox.receive(0)) is not None:
             match message:
                 case Generate(client=client, request_id=name, stopping=stopping):
-                    self._running[client][name] = stopping.max_tokens
+                    self._running[client][name] = 0, stopping.max_tokens
                 case Abort(client, names):
                     for name in names:
                         self._running[client].pop(name, None)
@@ -181,17 +183,19 @@ class NullEngine:
         for client, requests in self._running.items():
             if not requests:
                 continue
-            chunks = []
-            for name, left in list(requests.items()):
-                chunks.append(
-                    Chunk(request_id=name, token_ids=[5], finish_reason=None if left > 1 else FinishReason.LENGTH)
-                )
+            chunks, tokens = [], {}
+            for name, (num_sent, left) in list(requests.items()):
+                if num_sent and left > 1:
+                    tokens[name] = TOKEN
+                else:
+                    reason = None if left > 1 else FinishReason.LENGTH
+                    chunks.append(Chunk(request_id=name, token_ids=[TOKEN], finish_reason=reason))
                 if left > 1:
-                    requests[name] = left - 1
+                    requests[name] = num_sent + 1, left - 1
                 else:
                     del requests[name]
-            self.num_tokens += len(chunks)
-            self._outbox.send(client, Chunks(self.engine, chunks))
+            self.num_tokens += len(chunks) + len(tokens)
+            self._outbox.send(client, Chunks(self.engine, chunks, tokens))
 
     def report(self) -> None:
         num_running = sum(map(len, self._running.values()))

@@ -140,9 +140,11 @@ class BenchmarkEngine:
         began = time.perf_counter()
         num_finished = num_tokens = 0
         while num_finished < num_requests:
-            for addressed in core.step(lambda chunks: None):
-                num_finished += addressed.chunk.finish_reason is not None
-                num_tokens += len(addressed.chunk.token_ids)
+            outputs = core.step(lambda chunks: None)
+            num_tokens += sum(map(len, outputs.tokens.values()))
+            for _, chunk in outputs.chunks:
+                num_finished += chunk.finish_reason is not None
+                num_tokens += len(chunk.token_ids)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{num_tokens} tokens after {time.perf_counter() - began:.0f} s")
         assert num_tokens == num_requests * num_output, f"{num_tokens} tokens were generated"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from output_chunks import addressed_chunks
 
 from eagleray.config.build import build_config
 from eagleray.engine.grammars import EngineGrammars
@@ -24,6 +25,7 @@ from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.requests import Abort, Generate
 from eagleray.messages.sampling import Sampling, Stopping
+from eagleray.scheduler.step_outputs import AddressedChunk
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 START_SECONDS = 120.0
@@ -110,7 +112,7 @@ class LocalEngine:
     def step(self) -> None:
         if self.core.scheduler.has_unprepared_grammars:
             self._take(self._grammars.advance(self._take))
-        self._take(self.core.step(self._take))
+        self._take(addressed_chunks(self.core.step(self._take)))
 
     def run(self) -> dict[str, Answer]:
         """Step until the engine is idle, and return every answer so far."""
@@ -118,8 +120,8 @@ class LocalEngine:
             self.step()
         return self.answers
 
-    def _take(self, outputs: Sequence[Any]) -> None:
-        for _, chunk in outputs:
+    def _take(self, chunks: Sequence[AddressedChunk]) -> None:
+        for _, chunk in chunks:
             answer = self.answers[chunk.request_id]
             assert answer.finish_reason is None, f"{chunk.request_id} was told something after its end"
             answer.token_ids += chunk.token_ids

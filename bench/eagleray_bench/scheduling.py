@@ -2,6 +2,8 @@
 
 Two kinds of steps. `decode`: every running request computes one token. `mixed`: in addition a long prompt
 takes the rest of the token budget, chunk by chunk; when it is computed, the next one follows.
+
+Times are those of the thread on its core, since the scheduler waits for nothing and other processes may share the core.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ TOKEN = 7
 
 
 class SchedulingFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Microseconds per step."""
+    """Microseconds of CPU time per step."""
 
     kind: str
     num_requests: int
@@ -92,14 +94,14 @@ class EndlessRequests:
         """Run a step and return the seconds of planning and of applying. `start`: add no long prompt yet."""
         if self._is_mixed and not start and not self.model.has_prompt:
             self._add(LONG_PROMPT_TOKENS, 1)
-        began = time.perf_counter()
+        began = time.thread_time()
         plan = self._scheduler.plan()
-        planned = time.perf_counter()
+        planned = time.thread_time()
         assert plan is not None, "there is always a running request"
         result = self.model.execute(plan)
-        resumed = time.perf_counter()
+        resumed = time.thread_time()
         self._scheduler.apply(result)
-        return planned - began, time.perf_counter() - resumed
+        return planned - began, time.thread_time() - resumed
 
     def _add(self, num_tokens: int, max_tokens: int) -> None:
         """Add a request whose prompt differs from all others from its first token on, so that the cache has no hit."""

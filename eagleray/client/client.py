@@ -417,8 +417,8 @@ class Client:
 
     def _handle(self, message: SupervisorToClient | EngineToClient) -> None:
         match message:
-            case Chunks(engine, chunks):
-                self._in_flight.deliver(engine, chunks)
+            case Chunks():
+                self._in_flight.deliver(message)
             case EngineStats():
                 self._router.record_stats(message)
             case ExpertLoad():

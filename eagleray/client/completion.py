@@ -133,6 +133,14 @@ class Completion:
     def has_unread_tokens(self) -> bool:
         return self._num_read_tokens < len(self.token_ids)
 
+    def append(self, token_id: int) -> None:
+        """Append the token of a step that brought nothing else. None may follow the end."""
+        assert self.finish_reason is None, "a token after the end"
+        self.token_ids.append(token_id)
+        self._num_visible = len(self.token_ids)
+        if self._repetition is not None or self._has_stop_strings:
+            self._find_end([token_id])
+
     def deliver(self, chunk: Chunk) -> None:
         """Append the output of a step. No chunk may follow the end."""
         assert self.finish_reason is None, "a chunk after the end"
@@ -151,17 +159,20 @@ class Completion:
         # A text that a grammar has completed may end without a token of its own.
         hides_last = chunk.finish_reason is FinishReason.STOP and bool(chunk.token_ids) and not self._include_stop
         self._num_visible = len(self.token_ids) - hides_last
+        self._find_end(chunk.token_ids)
+
+    def _find_end(self, token_ids: list[int]) -> None:
+        """End the completion where its last tokens make it repetitive, or complete a stop string."""
         if self._repetition is not None:
-            self._end_repetition(chunk)
+            self._end_repetition(self._repetition, token_ids)
         if self._has_stop_strings:
             self.decode(len(self.token_ids))
 
-    def _end_repetition(self, chunk: Chunk) -> None:
-        """End the completion at the token of the chunk at which it is repetitive, unless it ends there anyway."""
-        assert self._repetition is not None
-        count = self._repetition.push(chunk.token_ids)
-        num_behind = len(chunk.token_ids) - (count or 0)
-        if count is None or (num_behind == 0 and chunk.finish_reason is not None):
+    def _end_repetition(self, repetition: RepetitionDetector, token_ids: list[int]) -> None:
+        """End the completion at the first of its last tokens at which it is repetitive, unless it ends there anyway."""
+        count = repetition.push(token_ids)
+        num_behind = len(token_ids) - (count or 0)
+        if count is None or (num_behind == 0 and self.finish_reason is not None):
             return
         self._truncate(len(self.token_ids) - num_behind)
         self._num_visible = len(self.token_ids)

@@ -21,7 +21,7 @@ from eagleray.errors import DeadlineExceeded, EagleRayError, EngineFailed, Unava
 from eagleray.identity import ClientId, EngineId
 from eagleray.log import get_logger
 from eagleray.messages.membership import EngineInfo
-from eagleray.messages.outputs import Chunk
+from eagleray.messages.outputs import Chunk, Chunks
 from eagleray.messages.requests import Abort, Generate
 
 logger = get_logger(__name__)
@@ -103,15 +103,21 @@ class InFlightRequests:
         self.num_queued_seqs += len(request.completions)
         return RequestStream(request, abort=partial(self.abort, request))
 
-    def deliver(self, engine: EngineId, chunks: Sequence[Chunk]) -> None:
-        """Deliver the chunks of a step. Chunks of requests that have finished here, or have moved, are dropped."""
+    def deliver(self, message: Chunks) -> None:
+        """Deliver the output of a step. That of requests that have finished here, or have moved, is dropped."""
         unwanted: list[str] = []
-        for chunk in chunks:
+        for chunk in message.chunks:
             found = self._completions.get(chunk.request_id)
-            if found is not None and found[0].engine == engine:
+            if found is not None and found[0].engine == message.engine:
                 unwanted += self._deliver(*found, chunk)
+        for engine_request_id, token_id in message.tokens.items():
+            found = self._completions.get(engine_request_id)
+            if found is not None and found[0].engine == message.engine:
+                request, completion = found
+                completion.append(token_id)
+                unwanted += self._after_output(request, completion)
         if unwanted:
-            self._send(engine, Abort(self._client, unwanted))
+            self._send(message.engine, Abort(self._client, unwanted))
 
     def abort(self, request: ClientRequest) -> None:
         """End a request with the output that it has."""
@@ -267,17 +273,23 @@ class InFlightRequests:
             others = [other for other in request.engine_request_ids if other != chunk.request_id]
             self._remove(request)
             return others
+        return self._after_output(request, completion, ends=chunk.finish_reason is not None)
+
+    def _after_output(self, request: ClientRequest, completion: Completion, *, ends: bool = False) -> Iterable[str]:
+        """Notify the reader of a completion's new output, and remove the completion if it has finished. `ends`: whether
+        its engine has finished it. Returns what `_deliver` does."""
         if completion.finish_reason is None:
             request.notify_reader(done=False)
             return ()
+        engine_request_id = completion.engine_request_id
         if len(request.unfinished) > 1:
-            del request.unfinished[completion.index], self._completions[chunk.request_id]
+            del request.unfinished[completion.index], self._completions[engine_request_id]
             self._record_finished(request, 1)
             request.notify_reader(done=False)
         else:
             self._remove(request)
-        # An end without a finish reason from the engine is a stop string or a repetition, which the client looks for.
-        return (chunk.request_id,) if chunk.finish_reason is None else ()
+        # An end that the engine does not know is a stop string or a repetition, which the client looks for.
+        return () if ends else (engine_request_id,)
 
     def _on_early_chunk(self, request: ClientRequest, chunk: Chunk) -> None:
         """Note the progress of a request whose engine had not sent a token of it before this chunk."""

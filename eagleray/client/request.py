@@ -412,11 +412,11 @@ class RequestStream:
                     yield delta
                     if delta.finished:
                         return
-                    if self.has_more:
-                        await asyncio.sleep(0)
                 elif self._request.is_finished:  # the end was read before
                     return
-                else:
+                if self.has_more:
+                    await asyncio.sleep(0)
+                elif not self._request.done.is_set():
                     await self._request.has_output.wait()
         finally:
             self.abort()

@@ -45,7 +45,7 @@ from eagleray.messages.control import (
 )
 from eagleray.messages.failure import Failure
 from eagleray.messages.steps import SleepWorker, WakeWorker, WorkerSlept, WorkerWoke
-from eagleray.scheduler.request import AddressedChunk
+from eagleray.scheduler.step_outputs import AddressedChunk
 
 logger = get_logger(__name__)
 

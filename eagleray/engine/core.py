@@ -26,8 +26,8 @@ from eagleray.messages.steps import (
     StepResult,
     WorkerExpertLoad,
 )
-from eagleray.scheduler.request import AddressedChunk
 from eagleray.scheduler.scheduler import Scheduler
+from eagleray.scheduler.step_outputs import AddressedChunk, StepOutputs
 
 TOKENS_PER_TIMEOUT = 512
 """A step may take the watchdog's timeout, and as long again for each multiple of this number of tokens, so that a long
@@ -162,8 +162,8 @@ class EngineCore:
                 return WorkersReturned(call_id=call.call_id, failure=one.failure, rank=rank)
         return WorkersReturned(call_id=call.call_id, values=[one.value or b"" for one in returned.values()])
 
-    def step(self, send_early: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
-        """Plan and send the steps that fit into the pipeline, then apply the oldest one and return its chunks.
+    def step(self, send_early: Callable[[list[AddressedChunk]], None]) -> StepOutputs:
+        """Plan and send the steps that fit into the pipeline, then apply the oldest one and return its output.
 
         `send_early` sends the chunks that clients must receive before a step that may crash this engine. Raises
         `ExpertGroupBroken` if another engine of the expert group exited: the caller must call `drop_steps` then.
@@ -173,7 +173,7 @@ class EngineCore:
                 send_early(chunks)
             self._pipeline.send(plan)
         if not self._pipeline:
-            return []
+            return StepOutputs()
         result = self._pipeline.oldest()
         if self.waves is not None:
             self.waves.on_result(any_engine_busy=result.any_engine_busy)

@@ -33,7 +33,7 @@ from eagleray.messages.lifecycle import (
 from eagleray.messages.steps import GroupJoined, JoinGroup, OpenGroup
 from eagleray.messages.waves import WaveStarted
 from eagleray.messages.workers import EngineOpened, GroupOpened
-from eagleray.scheduler.request import AddressedChunk
+from eagleray.scheduler.step_outputs import AddressedChunk, StepOutputs
 
 logger = get_logger(__name__)
 
@@ -77,14 +77,14 @@ class ExpertGroupMember:
     def is_busy(self) -> bool:
         return self._is_formed and (self._core.scheduler.has_work or self._waves.is_on or self._waves.is_requested)
 
-    def step(self, send_early: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
+    def step(self, send_early: Callable[[list[AddressedChunk]], None]) -> StepOutputs:
         """Take a step with the group, if it is formed.
 
         Raises `DeadlineExceeded` if the group is not formed in time, or a worker does not return from a broken step.
         """
         if not self._is_formed:
             self._check_missing_engines()
-            return []
+            return StepOutputs()
         if self._waves.maybe_start(has_work=self._core.scheduler.has_work):
             for other in self._others:
                 self._outbox.send(other, WaveStarted(self._engine, self._epoch, self._waves.wave))
@@ -93,7 +93,7 @@ class ExpertGroupMember:
         except ExpertGroupBroken:
             logger.info("%s: another engine left its expert group: waiting for the next group", self._engine.label)
             self._report_broken()
-            return []
+            return StepOutputs()
 
     def handle(self, message: OpenExperts | ExpertsFormed | WaveStarted) -> None:
         match message:

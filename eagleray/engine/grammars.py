@@ -16,7 +16,7 @@ from eagleray.executor.executor import PendingCall
 from eagleray.messages.failure import Failure
 from eagleray.messages.grammars import Grammar
 from eagleray.messages.steps import GrammarPrepared, PrepareGrammar
-from eagleray.scheduler.request import AddressedChunk
+from eagleray.scheduler.step_outputs import AddressedChunk
 
 MAX_ASKED = 16
 """Number of grammars that workers are asked for at a time: a step costs little however many requests wait."""

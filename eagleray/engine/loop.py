@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -29,10 +28,10 @@ from eagleray.log import get_logger
 from eagleray.messages.control import Command, InstanceState
 from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop, Unreachable
 from eagleray.messages.membership import Joined, Left
-from eagleray.messages.outputs import Chunk, Chunks, EngineStats, ExpertLoad, FinishReason
+from eagleray.messages.outputs import Chunk, EngineStats, ExpertLoad, FinishReason
 from eagleray.messages.requests import Abort, CallWorkers, Generate
 from eagleray.messages.waves import WaveStarted
-from eagleray.scheduler.request import AddressedChunk
+from eagleray.scheduler.step_outputs import AddressedChunk, StepOutputs
 
 logger = get_logger(__name__)
 
@@ -44,7 +43,7 @@ class EngineStepper(Protocol):
     def is_busy(self) -> bool:
         """Whether a step can be taken or is in flight."""
 
-    def step(self, send_early: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
+    def step(self, send_early: Callable[[list[AddressedChunk]], None]) -> StepOutputs:
         """See `EngineCore.step`."""
 
     def handle(self, message: OpenExperts | ExpertsFormed | WaveStarted) -> None:
@@ -135,7 +134,7 @@ class EngineLoop:
             self._execute_commands()
             if self._core.scheduler.has_unprepared_grammars or self._grammars.asked:
                 self._publish(self._grammars.advance(self._send_early))
-            self._publish(self._stepper.step(self._send_early))
+            self._publish_step(self._stepper.step(self._send_early))
             self._execute_commands()  # the step may have been the last that a command waits for
             self._report()
 
@@ -233,17 +232,17 @@ class EngineLoop:
             )
             self._publish([AddressedChunk(request.client, chunk)])
 
-    def _send_early(self, outputs: list[AddressedChunk]) -> None:
+    def _send_early(self, chunks: list[AddressedChunk]) -> None:
         """Send chunks that must arrive even if the next step crashes this process."""
-        self._publish(outputs)
+        self._publish(chunks)
         time.sleep(FLUSH_SECONDS)
 
-    def _publish(self, outputs: list[AddressedChunk]) -> None:
-        by_client: dict[ClientId, list[Chunk]] = defaultdict(list)
-        for client, chunk in outputs:
-            by_client[client].append(chunk)
-        for client, chunks in by_client.items():
-            self._outbox.send(client, Chunks(self._engine, chunks))
+    def _publish(self, chunks: list[AddressedChunk]) -> None:
+        self._publish_step(StepOutputs(chunks=chunks))
+
+    def _publish_step(self, outputs: StepOutputs) -> None:
+        for client, message in outputs.messages(self._engine).items():
+            self._outbox.send(client, message)
 
     def _report(self) -> None:
         """Send the load to every client: at intervals, when work begins, and when the engine becomes idle."""

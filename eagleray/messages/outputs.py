@@ -55,7 +55,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, eq=False):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Result of one step for one request."""
+    """Result of one step for one request, unless it is one token and nothing else: see `Chunks.tokens`."""
 
     request_id: str
     token_ids: list[int] = []
@@ -92,11 +92,14 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Field of the request that such an error is about, if it is known."""
 
 
-class Chunks(msgspec.Struct, frozen=True, tag=True):
-    """All chunks of one step for one client."""
+class Chunks(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """All output of one step for one client."""
 
     engine: EngineId
     chunks: list[Chunk]
+    tokens: dict[str, int] = {}
+    """The token of each request for which the step has nothing else, by its id. The first token of a request and its
+    last output come in chunks."""
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):

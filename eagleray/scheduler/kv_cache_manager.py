@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from eagleray.scheduler.blocks import BlockPool, extend_hashes
 from eagleray.scheduler.request import Request, Run
@@ -57,7 +57,9 @@ class KVCacheManager:
     def extend(self, run: Run, num_tokens: int) -> list[int] | None:
         """Extend the block table to hold the first `num_tokens` tokens and return the added blocks, or None if too few
         are free."""
-        num_new = max(0, self._num_blocks_of(num_tokens) - len(run.block_ids))
+        num_new = self._num_blocks_of(num_tokens) - len(run.block_ids)
+        if num_new <= 0:
+            return []
         if num_new > self._pool.num_free:
             return None
         added = self._pool.allocate(num_new)
@@ -80,6 +82,10 @@ class KVCacheManager:
             )
         run.num_committed_blocks = num_full
 
+    def num_slots(self, run: Run) -> int:
+        """Return the number of tokens for which the run has blocks."""
+        return len(run.block_ids) * self.block_size
+
     def uncommit(self, run: Run) -> None:
         """Remove the blocks of tokens that were planned but never computed from the prefix cache."""
         num_full = run.num_computed_tokens // self.block_size
@@ -91,9 +97,10 @@ class KVCacheManager:
         """Release a block table. Its cached blocks can be found until they are allocated again."""
         self._pool.release(block_ids)
 
-    def invalidate(self, block_ids: Iterable[int]) -> None:
-        """Remove these blocks from the prefix cache."""
-        self._pool.invalidate(block_ids)
+    def invalidate(self, run: Run) -> None:
+        """Remove the blocks of a run from the prefix cache, for good."""
+        run.is_cacheable = False
+        self._pool.invalidate(run.block_ids)
 
     def clear(self) -> bool:
         """Empty the prefix cache. Returns False, and changes nothing, if a block is in use."""

@@ -17,14 +17,8 @@ from eagleray.messages.steps import NewRow
 from eagleray.scheduler.adapters import AdapterInSlot
 from eagleray.scheduler.admission import check_admission
 from eagleray.scheduler.blocks import root_hash
+from eagleray.scheduler.step_outputs import AddressedChunk
 from eagleray.scheduler.timings import RequestTimes
-
-
-class AddressedChunk(NamedTuple):
-    """A chunk and the client that it is sent to."""
-
-    client: ClientId
-    chunk: Chunk
 
 
 class Finish(NamedTuple):
@@ -50,6 +44,8 @@ class Request:
     num_prompt_tokens: int
     max_num_tokens: int
     """Number of tokens, prompt included, at which the request finishes."""
+    end_token_ids: frozenset[int]
+    """Tokens of which each finishes the request, unless it has too few tokens."""
     cache_salt: str
     root_hash: bytes
     adapter: AdapterInSlot | None = None
@@ -140,6 +136,8 @@ class Run:
     block_ids: list[int]
     num_computed_tokens: int
     """Number of tokens in the cache, or written there by a planned step."""
+    num_known_tokens: int
+    """Number of tokens that the worker will know when the planned steps are done."""
     num_reported_tokens: int
     """Number of tokens found in the cache, or written there by an applied step, if the request wants routed experts."""
     num_committed_blocks: int
@@ -150,10 +148,9 @@ class Run:
     """Number of tokens that the request had at its admission."""
     is_cacheable: bool = True
     """Whether other requests may find its blocks; False once the weights changed during the run."""
-    num_placeholders: int = 0
-    """Number of tokens that planned steps sample and whose ids only the worker knows so far."""
-    last_step: int = -1
-    """Last planned step that computes tokens of this run."""
+    steady_until: int = 0
+    """Number of computed tokens up to which the run is steady: each step computes its last token and samples the next,
+    and nothing else happens to it unless that one ends the request. 0 while that is not known."""
     num_drafts: int = 0
     """Number of drafted tokens in the step in flight that computes this run. No other step may compute it meanwhile."""
     is_proposing: bool = False
@@ -182,27 +179,27 @@ class Run:
         return len(self.request.token_ids) > self.num_initial_tokens
 
     @property
-    def num_known_tokens(self) -> int:
-        """Number of tokens that the worker will know when the planned steps are done."""
-        return len(self.request.token_ids) + self.num_placeholders
+    def num_placeholders(self) -> int:
+        """Number of tokens that planned steps sample and whose ids only the worker knows so far."""
+        return self.num_known_tokens - len(self.request.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Number of tokens left to compute; the token at the limit needs no computing."""
-        num_known = self.num_known_tokens
-        return num_known - self.num_computed_tokens if num_known < self.request.max_num_tokens else 0
+        if self.num_known_tokens >= self.request.max_num_tokens:
+            return 0
+        return self.num_known_tokens - self.num_computed_tokens
 
-    def advance(self, num_tokens: int, *, step: int) -> None:
-        """Note that `step` computes the next `num_tokens` tokens and, if they are the last known, samples another."""
+    def advance(self, num_tokens: int) -> None:
+        """Note that a step computes the next `num_tokens` tokens and, if they are the last known, samples another."""
         self.num_computed_tokens += num_tokens
-        self.num_placeholders += self.num_computed_tokens == self.num_known_tokens
-        self.last_step = step
+        self.num_known_tokens += self.num_computed_tokens == self.num_known_tokens
 
     def settle(self, token_ids: list[int]) -> None:
         """Note the tokens that the step in flight sampled, one for its placeholder and one for each accepted draft,
         before they are appended to the request."""
-        self.num_placeholders -= 1
         self.num_computed_tokens += len(token_ids) - 1
+        self.num_known_tokens += len(token_ids) - 1
         if self.num_drafts:
             self.num_drafts = 0
             self.settled_token_ids = token_ids
@@ -210,10 +207,10 @@ class Run:
     def retreat(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` computed tokens, because all steps in flight are dropped."""
         self.num_computed_tokens -= num_tokens
-        self.num_placeholders = 0
+        self.num_known_tokens = len(self.request.token_ids)
         self.num_drafts = 0
         self.is_proposing = False
-        self.last_step = -1
+        self.steady_until = 0
 
     def new_row(self) -> NewRow:
         """Return the state that a worker needs to run this request in a row."""
@@ -263,6 +260,7 @@ def new_request(
         token_ids=[*message.prompt_token_ids, *message.output_token_ids],
         num_prompt_tokens=num_prompt_tokens,
         max_num_tokens=min(num_prompt_tokens + message.stopping.max_tokens, limit),
+        end_token_ids=frozenset((*message.stopping.eos_token_ids, *message.stopping.stop_token_ids)),
         cache_salt=message.cache_salt,
         root_hash=root_hash(message.cache_salt, update, num_loads, adapter=_number_of(adapter)),
         adapter=adapter,

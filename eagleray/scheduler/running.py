@@ -38,6 +38,7 @@ class RowTable:
             row=heapq.heappop(self._free),
             block_ids=block_ids,
             num_computed_tokens=num_cached_tokens,
+            num_known_tokens=len(request.token_ids),
             num_reported_tokens=num_cached_tokens,
             num_committed_blocks=num_cached_blocks,
             first_step=step,
@@ -49,6 +50,7 @@ class RowTable:
 
     def free(self, run: Run) -> None:
         """End a run and free its row."""
+        run.steady_until = 0
         del self._runs[run.row]
         run.request.run = None
         heapq.heappush(self._free, run.row)
@@ -80,6 +82,8 @@ class StepDraft:
     """Most tokens that the draft model proposes for a run at the end of the step."""
     new_blocks: dict[Run, list[int]] = field(default_factory=dict)
     new_rows: dict[Run, NewRow] = field(default_factory=dict)
+    settled_rows: list[tuple[int, list[int]]] = field(default_factory=list)
+    """Tokens that the workers must know to compute the runs of the step, by row."""
     is_short_of_blocks: bool = False
     """Whether a running request did not get its blocks or got them by a preemption; no request is admitted then."""
 
@@ -90,19 +94,32 @@ class StepDraft:
             self.drafts[run] = drafted
             self.budget -= len(drafted)
 
-    def make_plan(self, step: int, freed_rows: list[int]) -> StepPlan:
-        """Make the plan of the step with this number."""
+    def settle(self, run: Run) -> None:
+        """Note the drafts of a run, and add the tokens by its drafts before, which the workers do not know yet."""
+        run.num_drafts = len(self.drafts.get(run, ()))
+        if run.settled_token_ids:
+            self.settled_rows.append((run.row, run.settled_token_ids))
+            run.settled_token_ids = []
+
+    def make_plan(self, step: int, freed_rows: list[int], *, captures: bool) -> StepPlan:
+        """Make the plan of the step with this number. `captures`: whether requests may want routed experts."""
+        num_tokens = list(self.num_tokens.values())
+        if self.drafts:
+            num_tokens = [count + len(self.drafts.get(run, ())) for run, count in self.num_tokens.items()]
+        capture_rows = []
+        if captures:
+            capture_rows = [run.row for run in self.num_tokens if run.request.routed_experts_from is not None]
         return StepPlan(
             step=step,
             freed_rows=freed_rows,
             new_rows=list(self.new_rows.values()),
             new_blocks=[(run.row, added) for run, added in self.new_blocks.items()],
             rows=[run.row for run in self.num_tokens],
-            num_tokens=[count + len(self.drafts.get(run, ())) for run, count in self.num_tokens.items()],
+            num_tokens=num_tokens,
             drafts={run.row: drafted for run, drafted in self.drafts.items()},
-            settled_rows=self._pop_settled(),
+            settled_rows=self.settled_rows,
             proposals={run.row: count for run, count in self.proposals.items()},
-            capture_rows=[run.row for run in self.num_tokens if run.request.routed_experts_from is not None],
+            capture_rows=capture_rows,
         )
 
     def drop(self, run: Run) -> None:
@@ -111,15 +128,6 @@ class StepDraft:
         self.budget += self.num_tokens.pop(run, 0) + len(drafted)
         self.new_blocks.pop(run, None)
         self.new_rows.pop(run, None)
-
-    def _pop_settled(self) -> list[tuple[int, list[int]]]:
-        """Return the tokens that the workers must know to compute the runs of the step, by row."""
-        settled = []
-        for run in self.num_tokens:
-            if run.settled_token_ids:
-                settled.append((run.row, run.settled_token_ids))
-                run.settled_token_ids = []
-        return settled
 
 
 @dataclass(slots=True)

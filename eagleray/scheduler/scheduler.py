@@ -25,7 +25,7 @@ from eagleray.messages.arrays import Array
 from eagleray.messages.failure import Failure
 from eagleray.messages.grammars import PARAM, Grammar
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import FinishReason, SchedulerStats
+from eagleray.messages.outputs import FinishReason, SchedulerStats, TokenLogprobs
 from eagleray.messages.requests import Generate
 from eagleray.messages.steps import RowFailure, StepPlan, StepResult
 from eagleray.scheduler.adapters import AdapterSlots
@@ -33,10 +33,11 @@ from eagleray.scheduler.admission import NUM_TOKEN_IDS
 from eagleray.scheduler.kv_cache_manager import KVCacheManager
 from eagleray.scheduler.model_drafter import Asking, ModelDrafter
 from eagleray.scheduler.prepared_grammars import PreparedGrammars
-from eagleray.scheduler.request import AddressedChunk, Request, Run, new_request
+from eagleray.scheduler.request import Request, Run, new_request
 from eagleray.scheduler.routed_experts import RoutedExpertsStore
 from eagleray.scheduler.running import InFlightStep, RowTable, StepDraft
 from eagleray.scheduler.speculation import Candidate, Drafter
+from eagleray.scheduler.step_outputs import AddressedChunk, StepOutputs
 from eagleray.scheduler.timings import Counters, EngineHistograms
 from eagleray.scheduler.waiting import Backlog
 
@@ -274,6 +275,8 @@ class Scheduler:
         with their blocks, and no other request finds the blocks that they compute from now on.
         """
         self._weight_version = version
+        for run in self._running:
+            run.steady_until = 0  # the next output of each request may have to name the version
         if update == self._update:
             return
         assert self.is_settled, "a step in flight would be counted for the wrong weights"
@@ -349,8 +352,8 @@ class Scheduler:
         early_chunks, self._early_chunks = self._early_chunks, []
         return early_chunks
 
-    def apply(self, result: StepResult, *, seconds: float | None = None) -> list[AddressedChunk]:
-        """Apply the result of the oldest step in flight and return its chunks. `seconds`: time that the step took.
+    def apply(self, result: StepResult, *, seconds: float | None = None) -> StepOutputs:
+        """Apply the result of the oldest step in flight and return its output. `seconds`: time that the step took.
 
         Rows whose request finished or was preempted in the meantime are dropped.
         """
@@ -359,37 +362,18 @@ class Scheduler:
         self._counters.num_steps += 1
         self._histograms.on_step(flight.num_tokens)
         self._histograms.on_masks(result.mask_seconds)
-        sampled = {
-            row: [token_id, *result.checked_token_ids.get(row, ())]
-            for row, token_id in zip(result.rows, result.token_ids, strict=True)
-        }
         for run in flight.proposals:
             run.is_proposing = False
         is_counted = flight.drafts or flight.proposals or flight.step % COUNTED_STEPS == 0
         if self._drafter is not None and seconds is not None and is_counted:
-            self._count_step(self._drafter, flight, sampled, seconds - _draft_seconds(result))
+            self._count_step(self._drafter, flight, result, seconds - _draft_seconds(result))
             if self._model_drafter is not None and result.draft_passes:
-                self._model_drafter.on_passes(result.draft_passes, num_rows=len(sampled))
-        failures = {failure.row: failure for failure in result.failures}
-        ended = set(result.ended)
-        deltas = self._store_routed_experts(flight, sampled, result)
-        outputs: list[AddressedChunk] = []
-        for run, routed in zip(flight.runs, deltas, strict=True):
-            if run.row in failures:
-                # The blocks are held until here even if the run has ended. Their content may be wrong.
-                self._cache.invalidate(run.block_ids)
-            if not run.is_current:
-                continue
-            if self._drafter is not None and run.row not in sampled:
-                self._index_prompt(run.request, self._drafter)
-            if run.row in failures:
-                outputs.append(self._fail(run, failures[run.row], routed))
-            elif run.row in ended:
-                outputs.append(self._end(run, result, routed))
-            elif run.row in result.pooled:
-                outputs.append(self._deliver_pooled(run, result.pooled[run.row], flight.weight_version))
-            elif run.row in sampled or run.row in result.prompt_logprobs or routed:
-                outputs.append(self._deliver(run, sampled.get(run.row, []), result, routed, flight.weight_version))
+                self._model_drafter.on_passes(result.draft_passes, num_rows=len(result.rows))
+        outputs = StepOutputs()
+        sampled = dict(zip(result.rows, result.token_ids, strict=True))
+        others = self._append_tokens(flight, sampled, result.logprobs, outputs)
+        if others:
+            outputs.chunks += self._make_chunks(others, flight, sampled, result)
         self._release_ended_runs(flight)
         return outputs
 
@@ -418,26 +402,60 @@ class Scheduler:
 
     def _continue_running(self, draft: StepDraft) -> None:
         turn = -(-len(self._running) // self._num_stages)
-        waiting = [run for run in self._running if run.num_uncomputed_tokens > 0 and not self._is_waiting(run)]
-        drafts = {} if self._drafter is None else self._choose_drafts(waiting[:turn], draft.budget, self._drafter)
-        for run in waiting:
-            if len(draft.num_tokens) == turn:
+        runs = self._runs_to_continue()
+        drafts = {} if self._drafter is None else self._choose_drafts(runs[:turn], draft.budget, self._drafter)
+        num_tokens_of = draft.num_tokens
+        for run in runs:
+            if not draft.budget or len(num_tokens_of) == turn:
                 break
-            num_tokens = min(run.num_uncomputed_tokens, draft.budget)
-            if num_tokens > 0 and run.is_current:
-                drafted = drafts.get(run, [])[: draft.budget - num_tokens]
-                if drafted and not self._extend_for(run, drafted, draft):
-                    drafted = []
-                if self._reserve(run, num_tokens, draft):
-                    draft.add(run, num_tokens, drafted)
+            if run.num_computed_tokens < run.steady_until:
+                num_tokens_of[run] = 1  # `StepDraft.add`, without the time of a call for each of hundreds of runs
+                draft.budget -= 1
+            elif run.is_current:
+                self._add_run(run, draft, drafts.get(run, []))
         # The runs advance only now, because a later one may have preempted an earlier one.
-        for run, num_tokens in draft.num_tokens.items():
-            run.num_drafts = len(draft.drafts.get(run, ()))
-            self._advance(run, num_tokens)
+        for run, num_tokens in num_tokens_of.items():
+            if run.num_computed_tokens < run.steady_until:
+                run.num_computed_tokens += 1  # `Run.advance`, for the same reason
+                run.num_known_tokens += 1
+            else:
+                if self._drafter is not None:
+                    draft.settle(run)
+                self._advance(run, num_tokens)
 
-    def _is_waiting(self, run: Run) -> bool:
-        """Whether no step may compute the run before one in flight is applied, or before the pipeline has its token."""
-        if run.is_drafting or self._is_between_stages(run):
+    def _add_run(self, run: Run, draft: StepDraft, drafted: list[int]) -> None:
+        """Add the uncomputed tokens of a run to the step, and drafted ones, as far as there is room."""
+        num_tokens = min(run.num_uncomputed_tokens, draft.budget)
+        if num_tokens == 0:
+            return
+        drafted = drafted[: draft.budget - num_tokens]
+        if drafted and not self._extend_for(run, drafted, draft):
+            drafted = []
+        if self._reserve(run, num_tokens, draft):
+            draft.add(run, num_tokens, drafted)
+
+    def _runs_to_continue(self) -> list[Run]:
+        """Return the running requests that the step may compute, in the order of their admission."""
+        if self._num_stages == 1 and self._drafter is None:
+            return list(self._running)
+        in_pipeline = self._runs_in_pipeline()
+        return [
+            run
+            for run in self._running
+            if run.num_uncomputed_tokens > 0 and run not in in_pipeline and not self._awaits_draft(run)
+        ]
+
+    def _runs_in_pipeline(self) -> set[Run]:
+        """Return the runs whose next token is being computed by a step in the pipeline. A further step of such a run
+        would make the first stage wait for that token, which the last stage samples."""
+        first = self._next_step - (self._num_stages - 1)
+        return {
+            run for flight in self._in_flight if flight.step >= first for run in flight.runs if run.num_placeholders
+        }
+
+    def _awaits_draft(self, run: Run) -> bool:
+        """Whether no step may compute the run before one in flight is applied, because of a draft."""
+        if run.is_drafting:
             return True
         if self._drafter is None or self._num_stages == 1 or not run.num_placeholders:
             return False
@@ -504,13 +522,6 @@ class Scheduler:
                 run.is_proposing = True
                 if added:
                     draft.new_blocks[run] = [*draft.new_blocks.get(run, []), *added]
-
-    def _is_between_stages(self, run: Run) -> bool:
-        """Whether the run's next token is being computed by a step in the pipeline. A further step of the run would
-        make the first stage wait for that token, which the last stage samples."""
-        if run.num_placeholders == 0 or not self._in_flight:
-            return False
-        return run.last_step >= max(self._in_flight[0].step, self._next_step - (self._num_stages - 1))
 
     def _reserve(self, run: Run, num_tokens: int, draft: StepDraft) -> bool:
         """Allocate the blocks for the next `num_tokens` tokens, and preempt less urgent requests if necessary."""
@@ -585,9 +596,17 @@ class Scheduler:
 
     def _advance(self, run: Run, num_tokens: int) -> None:
         num_prompt_tokens = run.request.num_prompt_tokens - run.num_computed_tokens
-        self._counters.num_prompt_tokens += max(0, min(num_tokens, num_prompt_tokens))
-        run.advance(num_tokens, step=self._next_step)
+        if num_prompt_tokens > 0:
+            self._counters.num_prompt_tokens += min(num_tokens, num_prompt_tokens)
+        run.advance(num_tokens)
         self._cache.commit(run)
+        if run.steady_until:
+            run.steady_until = self._steady_until(run)
+
+    def _steady_until(self, run: Run) -> int:
+        """Return the number of computed tokens up to which a run that samples in every step is steady: until it needs a
+        block, or the next step samples the last token of its request."""
+        return min(self._cache.num_slots(run), run.request.max_num_tokens - 2)
 
     def _count_lookup(self, request: Request, num_cached: int) -> None:
         request.was_started = True
@@ -597,7 +616,7 @@ class Scheduler:
             self._counters.num_prefix_hits += num_cached
 
     def _make_plan(self, draft: StepDraft) -> StepPlan:
-        plan = draft.make_plan(self._next_step, self._running.pop_freed_rows())
+        plan = draft.make_plan(self._next_step, self._running.pop_freed_rows(), captures=self._routed is not None)
         flight = InFlightStep(self._next_step, self._weight_version, draft.num_tokens, draft.drafts, draft.proposals)
         self._in_flight.append(flight)
         self._next_step += 1
@@ -613,20 +632,79 @@ class Scheduler:
 
     # Parts of apply().
 
+    def _append_tokens(
+        self,
+        flight: InFlightStep,
+        sampled: Mapping[int, int],
+        logprobs: Mapping[int, TokenLogprobs],
+        outputs: StepOutputs,
+    ) -> list[Run]:
+        """Append a token to the request of each steady run, unless it ends the request or comes with routed experts.
+        Return the other runs."""
+        others = []
+        for run in flight.runs:
+            token_id = sampled.get(run.row)
+            request = run.request
+            if (
+                run.num_computed_tokens <= run.steady_until
+                and token_id is not None
+                and token_id not in request.end_token_ids
+                and request.routed_experts_from is None
+            ):
+                request.token_ids.append(token_id)
+                if logprobs and run.row in logprobs:
+                    outputs.chunks.append(request.make_chunk(token_ids=[token_id], logprobs=[logprobs[run.row]]))
+                else:
+                    outputs.tokens[request.client][request.request_id] = token_id
+            else:
+                others.append(run)
+        self._counters.num_generation_tokens += len(flight.runs) - len(others)
+        return others
+
+    def _make_chunks(
+        self, runs: Sequence[Run], flight: InFlightStep, sampled: Mapping[int, int], result: StepResult
+    ) -> list[AddressedChunk]:
+        """Apply the result of a step to some of its runs, and return their chunks."""
+        failures = {failure.row: failure for failure in result.failures}
+        ended = set(result.ended)
+        deltas = self._store_routed_experts(flight, sampled, result)
+        chunks = []
+        for run in runs:
+            row, routed = run.row, deltas.get(run, b"")
+            if row in failures:
+                # The blocks are held until here even if the run has ended. Their content may be wrong.
+                self._cache.invalidate(run)
+            if not run.is_current:
+                continue
+            if self._drafter is not None and row not in sampled:
+                self._index_prompt(run.request, self._drafter)
+            if row in failures:
+                chunks.append(self._fail(run, failures[row], routed))
+            elif row in ended:
+                chunks.append(self._end(run, result, routed))
+            elif row in result.pooled:
+                chunks.append(self._deliver_pooled(run, result.pooled[row], flight.weight_version))
+            elif row in sampled:
+                token_ids = _tokens_of(row, sampled, result)
+                chunks.append(self._deliver(run, token_ids, result, routed, flight.weight_version))
+            elif row in result.prompt_logprobs or routed:
+                chunks.append(self._deliver(run, [], result, routed, flight.weight_version))
+        return chunks
+
     def _store_routed_experts(
-        self, flight: InFlightStep, sampled: Mapping[int, list[int]], result: StepResult
-    ) -> list[bytes]:
+        self, flight: InFlightStep, sampled: Mapping[int, int], result: StepResult
+    ) -> Mapping[Run, bytes]:
         """Store the routed experts of a step and return the part that is sent to each of its runs. Those of drafts that
         were not accepted, or come after the last token of a request, are not a part of it."""
         if self._routed is None:
-            return [b""] * len(flight.runs)
+            return {}
         runs = {}
         for run, num_tokens in flight.runs.items():
             num_drafts, num_accepted = len(flight.drafts.get(run, ())), 0
             if num_drafts and run.row in sampled:
-                num_accepted = run.request.find_finish(sampled[run.row])[0] - 1
+                num_accepted = run.request.find_finish(_tokens_of(run.row, sampled, result))[0] - 1
             runs[run] = (num_tokens + num_drafts, num_tokens + num_accepted)
-        return self._routed.store(result, runs)
+        return dict(zip(runs, self._routed.store(result, runs), strict=True))
 
     def _deliver(
         self, run: Run, token_ids: list[int], result: StepResult, routed: bytes, weight_version: str
@@ -657,9 +735,10 @@ class Scheduler:
         is_first = request.times.first_token_at is None
         if is_first:
             self._histograms.on_first_token(request.times)
-        self._cache.commit(run)
         if finish is not None:
             self._remove(request)
+        elif self._drafter is None and weight_version == self._weight_version:
+            run.steady_until = self._steady_until(run)
         logprobs = []
         if run.row in result.logprobs:
             logprobs = [result.logprobs[run.row], *result.checked_logprobs.get(run.row, ())][:num_tokens]
@@ -694,16 +773,14 @@ class Scheduler:
             request.follower = drafter.begin(request)
         drafter.index_tokens(request.follower)
 
-    def _count_step(
-        self, drafter: Drafter[Any], flight: InFlightStep, sampled: Mapping[int, list[int]], seconds: float
-    ) -> None:
+    def _count_step(self, drafter: Drafter[Any], flight: InFlightStep, result: StepResult, seconds: float) -> None:
         """Count the time of a step, and what was gained by its drafts."""
         num_rows, num_tokens = len(flight.runs), flight.num_tokens
         num_drafts = sum(map(len, flight.drafts.values()))
         if num_tokens - num_drafts > num_rows:
             drafter.on_prompt_step(num_tokens=num_tokens, seconds=seconds)
         elif num_rows:
-            num_accepted = sum(max(0, len(sampled.get(run.row, ())) - 1) for run in flight.drafts)
+            num_accepted = sum(len(result.checked_token_ids.get(run.row, ())) for run in flight.drafts)
             num_steps = 1 if num_drafts else COUNTED_STEPS
             drafter.on_step(
                 num_rows=num_rows,
@@ -782,18 +859,25 @@ class Scheduler:
 
     def _end_run(self, run: Run) -> None:
         """End a run. Its blocks are released at once, or when the last step in flight that uses them is applied."""
+        self._cache.commit(run)
         self._running.free(run)
         if run.request.adapter is not None:
             run.request.adapter.num_running -= 1
-        if self._in_flight and run.last_step >= self._in_flight[0].step:
-            self._in_flight[run.last_step - self._in_flight[0].step].block_tables.append(run.block_ids)
-        else:
+        last = next((flight for flight in reversed(self._in_flight) if run in flight.runs), None)
+        if last is None:
             self._cache.release(run.block_ids)
+        else:
+            last.block_tables.append(run.block_ids)
 
     def _release_ended_runs(self, flight: InFlightStep) -> None:
         """Release the blocks of ended runs that the step was the last to use."""
         for block_ids in flight.block_tables:
             self._cache.release(block_ids)
+
+
+def _tokens_of(row: int, sampled: Mapping[int, int], result: StepResult) -> list[int]:
+    """Return the tokens that a step sampled in a row: one, and those that its draft was checked with."""
+    return [sampled[row], *result.checked_token_ids.get(row, ())]
 
 
 def _draft_seconds(result: StepResult) -> float:

@@ -94,7 +94,10 @@ export class Client {
       case "Draining":
         return this.drain(message.engine);
       case "Chunks":
-        return message.chunks.forEach((chunk) => this.deliver(chunk));
+        message.chunks.forEach((chunk) => this.deliver(chunk));
+        return Object.entries(message.tokens ?? {}).forEach(([request_id, token]) =>
+          this.deliver({ request_id, token_ids: [token] }),
+        );
       case "Stop": // what runs may finish; what waits for an engine, or would be lost, has no future
         this.reject(this.parked, message.cause || "the instance ends");
         return this.parked.clear();

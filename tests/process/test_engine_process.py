@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from output_chunks import chunks_of
 
 from eagleray.config.build import build_config
 from eagleray.identity import ClientId, EngineId
@@ -79,7 +80,7 @@ class Fleet:
             assert message is not None, "the engine says nothing"
             if isinstance(message, Chunks):
                 assert message.engine == ENGINE
-                (chunk,) = message.chunks
+                (chunk,) = chunks_of(message)
                 return chunk
 
     def answer(self) -> list[int]:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from output_chunks import chunks_of
+
 from eagleray.config.sections import Config
 from eagleray.fleet.ray_launcher import RayEngine, RayLauncher
 from eagleray.identity import ClientId, EngineId
@@ -123,8 +125,8 @@ class Fleet:
         async with asyncio.timeout(SECONDS):
             while True:
                 match await self._answers.receive():
-                    case Chunks(name, chunks) if name == engine.name:
-                        for chunk in chunks:
+                    case Chunks(name) as message if name == engine.name:
+                        for chunk in chunks_of(message):
                             tokens += chunk.token_ids
                             if chunk.finish_reason is not None:
                                 return tokens

@@ -1,4 +1,4 @@
-"""`eagleray bench scheduler`: time that the scheduler takes for a step, without a model."""
+"""`eagleray bench scheduler`: CPU time that the scheduler takes for a step, without a model."""
 
 from __future__ import annotations
 

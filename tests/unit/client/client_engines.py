@@ -107,6 +107,8 @@ class ComputingEngine(FakeEngine):
         self.has_exited = False
         self._runs = {}
         self._announced = set()
+        self._begun = set()
+        """Ids of the requests that have a token."""
         self._num_taken = 0
 
     @property
@@ -125,7 +127,20 @@ class ComputingEngine(FakeEngine):
             chunks = [chunk for run in runs if (chunk := run.step(self.num_cached_tokens))]
             self._runs = {name: run for name, run in self._runs.items() if run.finish_reason is None}
             if chunks:
-                await self._setup.deliver(Chunks(self.id, chunks))
+                await self._setup.deliver(self._message(chunks))
+
+    def _message(self, chunks):
+        """Return the message with these chunks, in which tokens that are all of a chunk stand alone."""
+        tokens, others = {}, []
+        for chunk in chunks:
+            name = chunk.request_id
+            if name in self._begun and chunk == Chunk(request_id=name, token_ids=chunk.token_ids):
+                (tokens[name],) = chunk.token_ids
+            else:
+                others.append(chunk)
+            if chunk.token_ids:
+                self._begun.add(name)
+        return Chunks(self.id, others, tokens)
 
     def _take(self):
         self.receive()

@@ -11,6 +11,7 @@ from eagleray.client.outputs import Logprob
 from eagleray.client.request import MAX_DELTA_ENTRIES
 from eagleray.errors import InvalidRequest, RequestFailed
 from eagleray.messages.outputs import Chunk, FinishReason, PromptLogprobs, TokenLogprobs
+from eagleray.messages.sampling import RepetitionDetectionParams
 
 TOKENIZER = load("byte_level")
 HELLO, WORLD = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in ("hello", " world"))
@@ -45,6 +46,27 @@ def test_pop_delta_after_several_chunks_returns_all():
     assert (only(delta).text, only(delta).token_ids, only(delta).finish_reason) == (HE, [HELLO], "length")
     assert delta.finished
     assert request.pop_delta() is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stop": WO[:3]},
+        {"repetition_detection": RepetitionDetectionParams(max_pattern_size=2, min_count=2)},
+        {"stream_interval": 3},
+    ],
+)
+def test_append_token_equals_chunk_with_that_token(options):
+    by_chunk, by_token = state(**options), state(**options)
+    for token_id in (HELLO, WORLD, HELLO, WORLD, HELLO):
+        deliver(by_chunk, 0, chunk(token_id))
+        by_token.completions[0].append(token_id)
+        assert by_token.pop_delta() == by_chunk.pop_delta()
+        if by_chunk.is_finished:
+            break
+    assert by_token.output() == by_chunk.output()
+    assert by_chunk.is_finished == any(name in options for name in ("stop", "repetition_detection"))
 
 
 def test_output_after_reading_is_whole():

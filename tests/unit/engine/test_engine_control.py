@@ -13,6 +13,7 @@ import pytest
 from engine_fakes import ENGINE, CountingGroup, ListInbox, ListOutbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from output_chunks import chunks_of
 
 from eagleray.config.build import build_config
 from eagleray.engine.loop import EngineLoop
@@ -109,7 +110,7 @@ class Run:
     @property
     def chunks(self) -> list[Chunk]:
         found = [message for peer, message in self.outbox.sent if peer == CLIENT and isinstance(message, Chunks)]
-        return [chunk for message in found for chunk in message.chunks]
+        return [chunk for message in found for chunk in chunks_of(message)]
 
     @property
     def replies(self) -> dict[int, CommandDone]:

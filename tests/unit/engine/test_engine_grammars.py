@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from engine_fakes import CountingGroup
+from output_chunks import addressed_chunks
 
 from eagleray.config.build import build_config
 from eagleray.engine.grammars import MAX_ASKED, EngineGrammars
@@ -75,7 +76,7 @@ class CompilingEngine:
 
     def advance(self) -> None:
         self._take(self.grammars.advance(self._take))
-        self._take(self.core.step(self._take))
+        self._take(addressed_chunks(self.core.step(self._take)))
 
     def run(self) -> None:
         while self.core.scheduler.has_work:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from engine_fakes import ENGINE, CountingGroup, ListInbox, ListOutbox
+from output_chunks import chunks_of
 
 from eagleray.config.build import build_config
 from eagleray.engine import early_requests
@@ -63,7 +64,7 @@ def tokens(outbox: ListOutbox, client: ClientId = CLIENT) -> dict[str, list[int]
     found: dict[str, list[int]] = {}
     for peer, message in outbox.sent:
         if peer == client and isinstance(message, Chunks):
-            for chunk in message.chunks:
+            for chunk in chunks_of(message):
                 found.setdefault(chunk.request_id, []).extend(chunk.token_ids)
     return found
 
@@ -73,7 +74,7 @@ def finishes(outbox: ListOutbox, client: ClientId = CLIENT) -> dict[str, str]:
         chunk.request_id: chunk.finish_reason
         for peer, message in outbox.sent
         if peer == client and isinstance(message, Chunks)
-        for chunk in message.chunks
+        for chunk in chunks_of(message)
         if chunk.finish_reason
     }
 
@@ -88,7 +89,7 @@ def test_loop_request_chunks_go_to_its_client():
 def test_loop_chunks_of_one_step_and_client_are_one_message():
     outbox = run(Joined(CLIENT, "c"), generate("a"), generate("b"))
     messages = [message for _, message in outbox.sent if isinstance(message, Chunks)]
-    assert [len(message.chunks) for message in messages] == [2, 2, 2]
+    assert [len(chunks_of(message)) for message in messages] == [2, 2, 2]
 
 
 def test_loop_request_before_joined_is_kept():

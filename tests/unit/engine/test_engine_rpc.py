@@ -31,7 +31,7 @@ def num_cached(core: EngineCore, name: str) -> int:
     core.scheduler.add(request)
     chunks = []
     while core.scheduler.has_work:
-        chunks += core.step(lambda _: None)
+        chunks += core.step(lambda _: None).chunks
     return chunks[0].chunk.num_cached_tokens
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from engine_fakes import CountingGroup, ListInbox, ListOutbox
+from output_chunks import chunks_of
 
 from eagleray.config.build import build_config
 from eagleray.engine.expert_group_member import ExpertGroupMember
@@ -105,7 +106,7 @@ def tokens(outbox: ListOutbox) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for message in said(outbox, CLIENT):
         if isinstance(message, Chunks):
-            for chunk in message.chunks:
+            for chunk in chunks_of(message):
                 found.setdefault(chunk.request_id, []).extend(chunk.token_ids)
     return found
 

@@ -14,6 +14,7 @@ from hashlib import blake2b
 
 import msgspec
 import numpy as np
+from output_chunks import addressed_chunks
 
 from eagleray.config.speculation import speculation
 from eagleray.identity import ClientId
@@ -23,8 +24,8 @@ from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
 from eagleray.messages.steps import NewRow, Proposal, RowFailure, StepPlan, StepResult
 from eagleray.scheduler.history_drafter import HistoryDrafter
-from eagleray.scheduler.request import AddressedChunk
 from eagleray.scheduler.scheduler import Scheduler
+from eagleray.scheduler.step_outputs import AddressedChunk
 
 VOCAB_SIZE = 16
 ALICE = ClientId("test", 0)
@@ -507,7 +508,7 @@ class Engine:
         self.suspects_of_steps.popleft()
         self.worker.written.popleft()
         result, update = self.in_flight.popleft(), self.updates_of_steps.popleft()
-        chunks = self.receive(self.scheduler.apply(result))
+        chunks = self.receive(addressed_chunks(self.scheduler.apply(result)))
         for (client, name), version in self._versions_of(chunks):
             assert version == version_of(update), f"a token of {name} for {client} has a wrong version"
         return chunks
@@ -562,12 +563,12 @@ class Engine:
             routed_experts_from=self.routed_experts_until(key),
         )
 
-    def receive(self, outputs: list[AddressedChunk]) -> list[Chunk]:
-        for client, chunk in outputs:
+    def receive(self, addressed: list[AddressedChunk]) -> list[Chunk]:
+        for client, chunk in addressed:
             key = client, chunk.request_id
             assert not self.is_ended(key), "a chunk after the last one"
             self.chunks[key].append(chunk)
-        return [chunk for _, chunk in outputs]
+        return [chunk for _, chunk in addressed]
 
     def step(self) -> list[Chunk]:
         while len(self.in_flight) < self.depth and self.plan() is not None:

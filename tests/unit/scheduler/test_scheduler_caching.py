@@ -159,3 +159,26 @@ def test_prompt_logprobs_all_delivered_cache_is_read():
     assert again.num_computed_tokens > 2
     engine.check_as_undisturbed((ALICE, "wants"))
     engine.check_all_free()
+
+
+def test_prefix_cache_generated_tokens_of_aborted_request_are_found():
+    engine = Engine(block_size=4)
+    engine.add(request("turn1", range(6), max_tokens=20))
+    for _ in range(7):
+        engine.step()
+    engine.receive(engine.scheduler.abort(ALICE, ["turn1"]))
+    conversation = [*range(6), *engine.tokens("turn1")]
+    assert run(engine, request("turn2", [*conversation, 3])) == [12]
+
+
+def test_prefix_cache_generated_tokens_of_failed_request_are_not_found():
+    engine = Engine(block_size=4)
+    run(engine, request("beginning", range(6), max_tokens=3))
+    turn1 = request("turn1", range(6), max_tokens=20)
+    engine.add(msgspec.structs.replace(turn1, skip_reading_prefix_cache=True))
+    for _ in range(6):
+        engine.step()
+    engine.worker.failing.add("turn1")
+    engine.step()
+    conversation = [*range(6), *engine.tokens("turn1")]
+    assert run(engine, request("turn2", [*conversation, 3])) == [8], "those of `beginning`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from output_chunks import addressed_chunks
 from scheduler_fakes import ALICE, Engine, request
 
 from eagleray.messages.requests import Generate
@@ -141,7 +142,7 @@ def test_rewind_pooled_prompts_start_again():
     )
     plans = [scheduler.plan(), scheduler.plan()]
     assert [plan.num_tokens for plan in plans] == [[4], [4]]
-    assert scheduler.apply(StepResult(step=0, rows=[], token_ids=[])) == []
+    assert addressed_chunks(scheduler.apply(StepResult(step=0, rows=[], token_ids=[]))) == []
     scheduler.rewind()
     plan = scheduler.plan()
     assert [row.num_computed_tokens for row in plan.new_rows] == [0]

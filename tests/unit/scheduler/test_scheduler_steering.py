@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from output_chunks import addressed_chunks
 from scheduler_fakes import ALICE, Engine, request
 
 from eagleray.messages.outputs import FinishReason
@@ -137,11 +138,11 @@ def test_set_weights_version_tagged_where_it_changes_with_steps_in_flight():
     engine.step()
     assert len(engine.in_flight) == 1
     engine.scheduler.set_weights(update=0, version="blue")
-    chunks = [engine.scheduler.apply(engine.in_flight.popleft())]
+    outputs = [engine.scheduler.apply(engine.in_flight.popleft())]
     for _ in range(4):
         engine.plan()
-        chunks.append(engine.scheduler.apply(engine.in_flight.popleft()))
-    versions = [out.chunk.weight_version for outputs in chunks for out in outputs]
+        outputs.append(engine.scheduler.apply(engine.in_flight.popleft()))
+    versions = [chunk.weight_version for each in outputs for _, chunk in addressed_chunks(each)]
     assert versions == [None, "blue", None, None, None]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_fakes import ALICE, Engine, request, undisturbed
+from scheduler_fakes import ALICE, BOB, Engine, request, undisturbed
 
-from eagleray.messages.outputs import FinishReason
+from eagleray.identity import EngineId
+from eagleray.messages.outputs import Chunk, Chunks, FinishReason
+from eagleray.scheduler.step_outputs import AddressedChunk, StepOutputs
 
 
 def step_of(plan):
@@ -249,3 +251,37 @@ def test_plan_pipeline_stages_single_request_finishes():
     assert engine.plan() is None, "its token is not known to the first stage"
     engine.run()
     check_all_as_undisturbed(engine)
+
+
+def test_apply_first_and_last_token_come_in_chunks_and_others_alone():
+    engine = Engine()
+    engine.add(request("a", [1, 2], max_tokens=20), request("b", [3], client=BOB, max_tokens=20))
+    alone = []
+    for _ in range(20):
+        engine.plan()
+        outputs = engine.scheduler.apply(engine.in_flight.popleft())
+        alone.append({client: list(tokens) for client, tokens in outputs.tokens.items()})
+        assert {client for client, _ in outputs.chunks}.isdisjoint(outputs.tokens), "each request once"
+        assert len(outputs.chunks) + len(outputs.tokens) == 2
+    assert alone[0] == alone[-1] == {}
+    assert alone.count({ALICE: ["a"], BOB: ["b"]}) > 10
+
+
+def test_apply_logprobs_come_with_every_token():
+    engine = Engine()
+    engine.add(request("a", [1, 2], max_tokens=20, logprobs=0), request("b", [3], max_tokens=20))
+    engine.run()
+    check_all_as_undisturbed(engine)
+    assert [len(chunk.logprobs) for chunk in engine.chunks[ALICE, "a"]] == [1] * 20
+    assert not any(chunk.logprobs for chunk in engine.chunks[ALICE, "b"])
+
+
+def test_messages_of_a_step_are_one_for_each_client():
+    chunk = Chunk(request_id="c")
+    outputs = StepOutputs(chunks=[AddressedChunk(BOB, chunk), AddressedChunk(ALICE, chunk)])
+    outputs.tokens[ALICE]["a"] = 7
+    engine = EngineId("test", 0)
+    assert outputs.messages(engine) == {
+        ALICE: Chunks(engine, [chunk], {"a": 7}),
+        BOB: Chunks(engine, [chunk]),
+    }
