@@ -48,7 +48,13 @@ typedef int16_t Numbers __attribute__((vector_size(32)));                   // [
 typedef int8_t RegisterCodes __attribute__((vector_size(2 * WIDTH)));       // of a register of pairs
 
 inline Shorts widen_codes(const int8_t* from) {
+#if defined(__AVX512BW__)
+  return (Shorts)_mm512_cvtepi8_epi16(read<__m256i>(from));  // GCC converts the halves apart
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (Shorts)_mm256_cvtepi8_epi16(read<__m128i>(from));
+#else
   return __builtin_convertvector(read<RegisterCodes>(from), Shorts);
+#endif
 }
 
 template <class T>
