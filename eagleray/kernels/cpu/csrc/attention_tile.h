@@ -146,7 +146,7 @@ __attribute__((noinline)) void multiply_rest(const T* probabilities, const Store
 // ---- softmax
 
 inline Floats exp2_of(Floats x, float) { return exp2(x); }
-template <class Rounded>  // to 16 bits
+template <class Rounded>  // numbers that are rounded, or whose codes are
 inline Floats exp2_of(Floats x, Rounded) {
 #ifdef __AVX512DQ__
   // 2^(x - floor(x)) * 2^floor(x), with a relative error of 3e-6, far below that of rounding to bfloat16.
