@@ -1,7 +1,7 @@
 """Times of the operations of a forward pass: each native operation runs alone, summed up by kind.
 
 python benchmarks/forward.py CHECKPOINT [--tokens N] [--rows N] [--context N] [--threads N] [--cpu-time]
-    [--kv-cache-dtype int8]
+    [--quantization int8] [--kv-cache-dtype int8]
 
 The pass computes `--tokens` new tokens for each of `--rows` rows that have `--context` cached tokens. An operation that
 runs alone has to wake the team of threads first, so the sum of all is above the whole. `--cpu-time` measures
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--quantization", choices=("int8", "int4", "fp8"))
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8", "fp8"])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -59,6 +60,7 @@ def main() -> None:
         arguments.checkpoint,
         dtype="auto",
         load_format="auto",
+        quantization=arguments.quantization,
         device=torch.device("cpu"),
         seed=None,
         on_progress=None,

@@ -14,36 +14,19 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-ALIGNMENT = 32
-UINT32, FLOAT32, STRING, ARRAY, INT32 = 4, 6, 8, 9, 5
-F32, BF16 = 0, 30
-"""Numbers of the tensor types in the format; the line above has those of value types."""
+from eagleray.hub.gguf.header import DEFAULT_ALIGNMENT, MAGIC, VERSIONS
+from eagleray.hub.gguf.number_types import TENSOR_TYPES, ValueType
+from eagleray.hub.gguf.tokenizer import TokenType
+from eagleray.models.gguf_file import find_name
+
 ARCHITECTURES = {"qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-ENDS = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-}
-PARTS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
-EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
-NORMAL_TOKEN, CONTROL_TOKEN, UNUSED_TOKEN = 1, 3, 5
+FORMATS = {ValueType.UINT32: "<I", ValueType.INT32: "<i", ValueType.FLOAT32: "<f"}
 
 
 class GgufTensor(NamedTuple):
     name: str
-    kind: int
+    kind: str
+    """The name of its type."""
     data: np.ndarray
     """Array of uint16 (the bits of bf16) or float32."""
 
@@ -51,19 +34,19 @@ class GgufTensor(NamedTuple):
 def convert(checkpoint: Path, file: Path) -> None:
     """Write `file` under another name and rename it, so that a file of this name is always complete."""
     config = json.loads((checkpoint / "config.json").read_text())
-    tensors = list(_tensors(checkpoint, config))
+    tensors = list(_tensors(checkpoint))
     unfinished = file.with_suffix(".unfinished")
     with unfinished.open("wb") as out:
         values = list(_values(checkpoint, config))
-        out.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)))
+        out.write(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(values)))
         for name, kind, value in values:
             out.write(_string(name) + struct.pack("<I", kind) + _encode(kind, value))
         offset = 0
         for tensor in tensors:
             shape = tensor.data.shape[::-1]  # the contiguous dimension comes first
             out.write(_string(tensor.name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
-            out.write(struct.pack("<IQ", tensor.kind, offset))
-            offset += -(-tensor.data.nbytes // ALIGNMENT) * ALIGNMENT
+            out.write(struct.pack("<IQ", TENSOR_TYPES[tensor.kind].number, offset))
+            offset += -(-tensor.data.nbytes // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
         for tensor in tensors:
             _pad(out)
             out.write(np.ascontiguousarray(tensor.data).data)
@@ -71,10 +54,10 @@ def convert(checkpoint: Path, file: Path) -> None:
     unfinished.rename(file)
 
 
-def _values(checkpoint: Path, config: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
+def _values(checkpoint: Path, config: dict[str, Any]) -> Iterator[tuple[str, ValueType, Any]]:
     architecture = ARCHITECTURES[config["model_type"]]
-    yield "general.architecture", STRING, architecture
-    yield "general.name", STRING, checkpoint.name
+    yield "general.architecture", ValueType.STRING, architecture
+    yield "general.name", ValueType.STRING, checkpoint.name
     numbers = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -90,50 +73,54 @@ def _values(checkpoint: Path, config: dict[str, Any]) -> Iterator[tuple[str, int
         numbers["expert_used_count"] = config["num_experts_per_tok"]
         numbers["expert_feed_forward_length"] = config["moe_intermediate_size"]
     for name, number in numbers.items():
-        yield f"{architecture}.{name}", UINT32, number
+        yield f"{architecture}.{name}", ValueType.UINT32, number
     theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10_000.0)
-    yield f"{architecture}.rope.freq_base", FLOAT32, theta
-    yield f"{architecture}.attention.layer_norm_rms_epsilon", FLOAT32, config["rms_norm_eps"]
+    yield f"{architecture}.rope.freq_base", ValueType.FLOAT32, theta
+    yield f"{architecture}.attention.layer_norm_rms_epsilon", ValueType.FLOAT32, config["rms_norm_eps"]
     yield from _vocabulary(checkpoint, config["vocab_size"])
 
 
-def _vocabulary(checkpoint: Path, vocab_size: int) -> Iterator[tuple[str, int, Any]]:
+def _vocabulary(checkpoint: Path, vocab_size: int) -> Iterator[tuple[str, ValueType, Any]]:
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
     special = {token["id"] for token in tokenizer["added_tokens"]}
     known = {token_id: token for token, token_id in tokenizer["model"]["vocab"].items()}
     known |= {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
     kinds = [
-        CONTROL_TOKEN if token_id in special else NORMAL_TOKEN if token_id in known else UNUSED_TOKEN
+        TokenType.CONTROL if token_id in special else TokenType.NORMAL if token_id in known else TokenType.UNUSED
         for token_id in range(vocab_size)
     ]
-    yield "tokenizer.ggml.model", STRING, "gpt2"
-    yield "tokenizer.ggml.pre", STRING, "gpt-2"
-    yield "tokenizer.ggml.tokens", ARRAY, (STRING, [known.get(i, f"[UNUSED{i}]") for i in range(vocab_size)])
-    yield "tokenizer.ggml.token_type", ARRAY, (INT32, kinds)
-    yield "tokenizer.ggml.merges", ARRAY, (STRING, merges)
-    yield "tokenizer.ggml.eos_token_id", UINT32, 0
+    yield "tokenizer.ggml.model", ValueType.STRING, "gpt2"
+    yield "tokenizer.ggml.pre", ValueType.STRING, "gpt-2"
+    yield (
+        "tokenizer.ggml.tokens",
+        ValueType.ARRAY,
+        (ValueType.STRING, [known.get(i, f"[UNUSED{i}]") for i in range(vocab_size)]),
+    )
+    yield "tokenizer.ggml.token_type", ValueType.ARRAY, (ValueType.INT32, kinds)
+    yield "tokenizer.ggml.merges", ValueType.ARRAY, (ValueType.STRING, merges)
+    yield "tokenizer.ggml.eos_token_id", ValueType.UINT32, 0
 
 
-def _tensors(checkpoint: Path, config: dict[str, Any]) -> Iterator[GgufTensor]:
+def _tensors(checkpoint: Path) -> Iterator[GgufTensor]:
     weights = _weights(checkpoint / "model.safetensors")
-    for layer in [None, *range(config["num_hidden_layers"])]:
-        names = ENDS if layer is None else {f"model.layers.{layer}.{a}.weight": b for a, b in PARTS.items()}
-        for ours, theirs in names.items():
-            if ours in weights:
-                yield _tensor(theirs if layer is None else f"blk.{layer}.{theirs}.weight", weights[ours])
-        experts = f"model.layers.{layer}.mlp.experts"
-        if f"{experts}.0.up_proj.weight" in weights:
-            for ours, theirs in EXPERTS.items():
-                each = [weights[f"{experts}.{index}.{ours}.weight"] for index in range(_num_experts(config))]
-                yield _tensor(f"blk.{layer}.{theirs}.weight", np.stack(each))
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, bits in weights.items():
+        place = find_name(name)
+        assert place.name != name, f"GGUF files have no tensor for {name}"
+        if place.expert is None:
+            yield _tensor(place.name, bits)
+        else:
+            experts.setdefault(place.name, {})[place.expert] = bits
+    for name, parts in experts.items():
+        yield _tensor(name, np.stack([parts[index] for index in range(len(parts))]))
 
 
 def _tensor(name: str, bits: np.ndarray) -> GgufTensor:
     """Make a tensor from the bits of bf16. llama.cpp wants vectors (norms) and routers in float32."""
     if bits.ndim == 1 or "ffn_gate_inp" in name:
-        return GgufTensor(name, F32, (bits.astype(np.uint32) << 16).view(np.float32))
-    return GgufTensor(name, BF16, bits)
+        return GgufTensor(name, "F32", (bits.astype(np.uint32) << 16).view(np.float32))
+    return GgufTensor(name, "BF16", bits)
 
 
 def _weights(path: Path) -> dict[str, np.ndarray]:
@@ -155,13 +142,13 @@ def _num_experts(config: dict[str, Any]) -> int:
     return config.get("num_experts") or config["num_local_experts"]
 
 
-def _encode(kind: int, value: Any) -> bytes:
-    if kind == ARRAY:
+def _encode(kind: ValueType, value: Any) -> bytes:
+    if kind == ValueType.ARRAY:
         of, items = value
         return struct.pack("<IQ", of, len(items)) + b"".join(_encode(of, item) for item in items)
-    if kind == STRING:
+    if kind == ValueType.STRING:
         return _string(value)
-    return struct.pack({UINT32: "<I", INT32: "<i", FLOAT32: "<f"}[kind], value)
+    return struct.pack(FORMATS[kind], value)
 
 
 def _string(text: str) -> bytes:
@@ -170,7 +157,7 @@ def _string(text: str) -> bytes:
 
 
 def _pad(out: BinaryIO) -> None:
-    out.write(bytes(-out.tell() % ALIGNMENT))
+    out.write(bytes(-out.tell() % DEFAULT_ALIGNMENT))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from forward import BLOCK, make_batch
 
 from eagleray.kernels.cpu.build.library import native_library
+from eagleray.kernels.cpu.build.processor import processor_capabilities
 from eagleray.kernels.cpu.build.variants import NATIVE, best_variant
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.models.base import Model
@@ -57,7 +58,7 @@ class MeasuredVariant:
 
 
 def main() -> None:
-    best = best_variant(platform.machine(), torch.cpu.get_capabilities())
+    best = best_variant(platform.machine(), processor_capabilities())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=EMBEDDED)
     parser.add_argument("--variants", nargs="+", default=[best.name] if best else [])

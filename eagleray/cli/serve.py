@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     # here, too: a wrong name is an error at once, and a download takes as long as it takes
     config = msgspec.structs.replace(config, model=checked_model(config.model))
     if config.model.model is None:
-        logger.info("no model was given: serving the embedded demo model, a toy of a few million parameters")
+        logger.info("no model was given, so this is the embedded demo model, a toy of a few million parameters")
     with open_listener(config.serving) as listener:
         return asyncio.run(_serve(config, listener))
 

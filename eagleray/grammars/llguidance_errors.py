@@ -7,6 +7,9 @@ import re
 from eagleray.errors import InvalidRequest
 from eagleray.messages.grammars import PARAM, GrammarKind
 
+EXPRESSIONS = "`pattern`, `regex` or `whitespace_pattern`"
+"""Fields with regular expressions."""
+
 SENTENCES = (
     (
         r"Unimplemented keys: \[(?P<keys>[^\]]*)\]",
@@ -33,17 +36,22 @@ SENTENCES = (
         "to itself beside other keywords: {message}",
     ),
     ("Failed to generate regex for", "the JSON schema has a `minimum` or `maximum` beyond 64 bits: {message}"),
-    ("lookarounds not supported yet", "an expression in `pattern` or `regex` looks around, which is not supported"),
+    ("lookarounds not supported yet", f"an expression in {EXPRESSIONS} looks around, which is not supported"),
     (
         r"regex parse error: (?P<expression>.*?)( \^+)? error: (?P<reason>.*?)( [0-9]+ \| .*)?$",
-        "an expression in `pattern` or `regex` is wrong or not supported: {reason} in {expression}",
+        f"an expression in {EXPRESSIONS} is wrong or not supported: {{reason}} in {{expression}}",
     ),
-    ("regex parse error", "an expression in `pattern` or `regex` is wrong or not supported: {message}"),
+    ("regex parse error", f"an expression in {EXPRESSIONS} is wrong or not supported: {{message}}"),
+    ("Unsatisfiable schema: anyOf is empty", "no value satisfies the JSON schema: an `enum` or `anyOf` in it is empty"),
     ("Unsatisfiable schema: (?P<reason>.*)", "no value satisfies the JSON schema: {reason}"),
     (
         r"Invalid type: (?P<type>\S+)",
         "the JSON schema has the `type` {type}, which does not exist; there are object, array, string, number, "
         "integer, boolean and null",
+    ),
+    (
+        "from GBNF to Lark: (?P<reason>.*)",
+        "the grammar is wrong: {reason}; it was read as GBNF, because no line of it begins with `start:` as in Lark",
     ),
     ("NoExtension", "the grammar matches no text that can be generated"),
 )

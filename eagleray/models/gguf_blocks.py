@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagleray.hub.gguf.number_types import TENSOR_TYPES, TensorType
 from eagleray.kernels.grouped import Encoding, GroupedWeight
 
 NIBBLE_BIAS = 8
@@ -99,16 +100,13 @@ def _codes8(values: Tensor) -> Tensor:
 class BlockFormat:
     """A type of quantized weights."""
 
-    size: int
-    """Numbers of a block."""
-    num_bytes: int
-    """Bytes of a block."""
+    layout: TensorType
     bits: int
     """See `IntegerGroups`."""
     group_size: int
     """Numbers that share a scale."""
     split: Callable[[Tensor], IntegerGroups]
-    """Function of the bytes of blocks, uint8 [rows, blocks, num_bytes]."""
+    """Function of the bytes of blocks, uint8 [rows, blocks, block_bytes]."""
 
 
 def _q8_0(blocks: Tensor) -> IntegerGroups:
@@ -188,13 +186,13 @@ def _with_fifth_bit(nibbles: Tensor, bits: Tensor) -> Tensor:
 
 
 FORMATS = {
-    "Q8_0": BlockFormat(32, 34, 8, 32, _q8_0),
-    "Q4_0": BlockFormat(32, 18, 4, 32, _q4_0),
-    "Q4_1": BlockFormat(32, 20, 4, 32, _q4_1),
-    "Q5_0": BlockFormat(32, 22, 8, 32, _q5_0),
-    "Q5_1": BlockFormat(32, 24, 8, 32, _q5_1),
-    "Q4_K": BlockFormat(256, 144, 4, 32, _q4_k),
-    "Q5_K": BlockFormat(256, 176, 8, 32, _q5_k),
-    "Q6_K": BlockFormat(256, 210, 8, 16, _q6_k),
+    "Q8_0": BlockFormat(TENSOR_TYPES["Q8_0"], 8, 32, _q8_0),
+    "Q4_0": BlockFormat(TENSOR_TYPES["Q4_0"], 4, 32, _q4_0),
+    "Q4_1": BlockFormat(TENSOR_TYPES["Q4_1"], 4, 32, _q4_1),
+    "Q5_0": BlockFormat(TENSOR_TYPES["Q5_0"], 8, 32, _q5_0),
+    "Q5_1": BlockFormat(TENSOR_TYPES["Q5_1"], 8, 32, _q5_1),
+    "Q4_K": BlockFormat(TENSOR_TYPES["Q4_K"], 4, 32, _q4_k),
+    "Q5_K": BlockFormat(TENSOR_TYPES["Q5_K"], 8, 32, _q5_k),
+    "Q6_K": BlockFormat(TENSOR_TYPES["Q6_K"], 8, 16, _q6_k),
 }
 """The types that are read, by their names."""

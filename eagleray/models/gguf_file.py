@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagleray.config.json_files import read_json_object
 from eagleray.errors import CheckpointError, ConfigError
+from eagleray.hub.gguf.number_types import TENSOR_TYPES
 from eagleray.hub.needs import GGUF_FILE
 from eagleray.kernels.quantized import WeightFormat
 from eagleray.models.gguf_blocks import FORMATS
@@ -92,9 +93,7 @@ class Entry:
     @property
     def row_bytes(self) -> int:
         """Bytes along the last dimension."""
-        if self.kind in PLAIN:
-            return self.shape[-1] * PLAIN[self.kind].itemsize
-        return self.shape[-1] // FORMATS[self.kind].size * FORMATS[self.kind].num_bytes
+        return TENSOR_TYPES[self.kind].num_bytes(self.shape[-1])
 
 
 class GgufFile:

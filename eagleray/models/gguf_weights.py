@@ -96,7 +96,7 @@ class GgufWeights:
         for param, entry in zip(params, entries, strict=True):
             rows, columns = spans(param)
             blocks = self._blocks(param, entry, rows, columns)
-            first = columns.start // FORMATS[entry.kind].size * FORMATS[entry.kind].size
+            first = columns.start - columns.start % FORMATS[entry.kind].layout.block_size
             cut = blocks.cut_columns(range(columns.start - first, columns.stop - first))
             if cut is None:
                 return None
@@ -127,16 +127,16 @@ class GgufWeights:
         if entry.kind in PLAIN:
             data = self._matrix(param, entry)[self._file.rows(param.name, rows)]
             return data.contiguous().view(PLAIN[entry.kind])[:, columns.start : columns.stop]
-        first = columns.start // FORMATS[entry.kind].size * FORMATS[entry.kind].size
+        first = columns.start - columns.start % FORMATS[entry.kind].layout.block_size
         numbers = self._blocks(param, entry, rows, columns).numbers()
         return numbers[:, columns.start - first : columns.stop - first]
 
     def _blocks(self, param: Param, entry: Entry, rows: range, columns: range) -> IntegerGroups:
         """Return the whole blocks in which these rows and columns lie."""
-        form = FORMATS[entry.kind]
-        blocks = self._matrix(param, entry).unflatten(1, (-1, form.num_bytes))  # [rows, blocks, bytes]
-        needed = blocks[:, columns.start // form.size : -(-columns.stop // form.size)]
-        return form.split(needed[self._file.rows(param.name, rows)].contiguous())
+        layout = FORMATS[entry.kind].layout
+        blocks = self._matrix(param, entry).unflatten(1, (-1, layout.block_bytes))  # [rows, blocks, bytes]
+        needed = blocks[:, columns.start // layout.block_size : -(-columns.stop // layout.block_size)]
+        return FORMATS[entry.kind].split(needed[self._file.rows(param.name, rows)].contiguous())
 
     def _matrix(self, param: Param, entry: Entry) -> Tensor:
         """Return the bytes of a tensor [rows, bytes of a row]; a vector has a number in each row."""

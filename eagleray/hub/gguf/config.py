@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from eagleray.config.json_files import shown
-from eagleray.hub.gguf.header import PLAIN_KINDS, GgufHeader
+from eagleray.hub.gguf.header import GgufHeader
 from eagleray.hub.gguf.rope import rope_scaling
 
 ARCHITECTURES = {
@@ -143,7 +143,7 @@ def _dtype(header: GgufHeader) -> str:
     """Return the dtype that most plain numbers have, or bfloat16 for a file with quantized weights."""
     sizes: Counter[str] = Counter()
     for tensor in header.tensors.values():
-        if tensor.kind not in PLAIN_KINDS:
+        if tensor.kind not in DTYPES:
             return "bfloat16"
         sizes[tensor.kind] += prod(tensor.shape)
     return DTYPES[sizes.most_common(1)[0][0]]

@@ -38,7 +38,7 @@ def _llama3(header: GgufHeader, theta: float) -> dict[str, Any] | None:
         header.fail(
             f"tensor {FREQUENCY_FACTORS!r} must be a vector of F32, but it is {tensor.kind} {list(tensor.shape)}"
         )
-    stored = np.fromfile(header.path, np.float32, count=tensor.shape[0], offset=tensor.offset)
+    stored = header.map_tensor(FREQUENCY_FACTORS).view("<f4")
     factor = float(stored.max())
     if factor == 1.0 == float(stored.min()):
         return None

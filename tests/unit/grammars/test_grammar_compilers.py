@@ -76,6 +76,8 @@ REFUSALS: list[tuple[GrammarKind, str, str]] = [
     ("json_schema", '{"pattern": "["}', "is wrong or not supported: unclosed character class in .$"),
     ("json_schema", '{"properties": []}', "^the JSON schema is wrong: properties must be an object$"),
     ("json_schema", '{"type": "int"}', "`type` int, which does not exist; there are object, array"),
+    ("json_schema", '{"enum": []}', "^no value satisfies the JSON schema: an `enum` or `anyOf` in it is empty$"),
+    ("ebnf", 'begin: "a"', "^the grammar is wrong: Expected ::= .*; it was read as GBNF, because no line .* `start:`"),
     ("ebnf", 'start: "a" start', "^the grammar is too large: .*lexemes$"),
     ("structural_tag", '{"format": {"type": "regex", "pattern": "a\\\\"}}', "^the structural tag is wrong: .* lone"),
 ]

@@ -7,11 +7,11 @@ import platform
 from collections.abc import Iterator
 
 import pytest
-import torch
 from emulated_library import ADVICE, COMPILER, EmulatedLibrary, build_runner, missing_tools
 
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.build.library import build, compiled_library, native_library
+from eagleray.kernels.cpu.build.processor import processor_capabilities
 from eagleray.kernels.cpu.build.sources import SOURCE_DIRECTORY
 from eagleray.kernels.cpu.build.variants import VARIANTS, Variant, best_variant
 
@@ -38,7 +38,7 @@ def other_library(
     The test is skipped if this processor cannot run them, unless they are for aarch64 and can be emulated, and for the
     best variant, because the kernels that are compiled for this processor have the same instructions.
     """
-    variant, capabilities = request.param, torch.cpu.get_capabilities()
+    variant, capabilities = request.param, processor_capabilities()
     if variant.architecture == "aarch64" != MACHINE:
         if missing := missing_tools():
             pytest.skip(f"lacks {' and '.join(missing)}: {ADVICE}")

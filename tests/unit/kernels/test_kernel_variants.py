@@ -11,18 +11,17 @@ import torch
 
 from eagleray.errors import ConfigError
 from eagleray.kernels.cpu.build import library as native
-from eagleray.kernels.cpu.build import variants
+from eagleray.kernels.cpu.build import processor, variants
 from eagleray.kernels.cpu.build.library import native_library
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable
+from eagleray.kernels.cpu.build.processor import native_flags, processor_capabilities
 from eagleray.kernels.cpu.build.variants import AVX2, AVX512, VARIANTS, best_variant, named_variant
 
 HASWELL: dict[str, object] = dict.fromkeys(AVX2, True)
 SKYLAKE: dict[str, object] = dict.fromkeys(AVX512, True)
-ZEN4 = (
-    SKYLAKE
-    | {f"avx512_{part}": True for part in ("bf16", "vbmi", "vnni")}
-    | {"cpu_name": "AMD EPYC", "l1d_cache_size": 32768}
-)
+ZEN4 = SKYLAKE | {f"avx512_{part}": True for part in ("bf16", "vbmi", "vnni")} | {"cpu_name": "AMD EPYC"}
+ZEN4 |= {"l1d_cache_size": 32768}
+SAPPHIRE_RAPIDS = ZEN4 | {"amx_tile": True, "amx_bf16": True, "cpu_name": "Intel Xeon"}
 
 
 @pytest.fixture
@@ -42,6 +41,7 @@ def prebuilt(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("architecture", "capabilities", "name"),
     [
+        ("x86_64", SAPPHIRE_RAPIDS, "amx"),
         ("x86_64", ZEN4, "avx512_bf16"),
         ("x86_64", SKYLAKE, "avx512"),
         ("x86_64", SKYLAKE | {"avx512_bf16": True}, "avx512"),  # Cooper Lake
@@ -74,8 +74,24 @@ def test_named_variant_that_the_processor_lacks_is_refused():
         ConfigError, match="lacks avx512_bf16, avx512_vbmi, avx512_vnni, which avx512_bf16 needs; unset"
     ):
         named_variant("avx512_bf16", "x86_64", SKYLAKE)
-    with pytest.raises(ConfigError, match=r"`neon` is none of avx512_bf16, avx512, avx2, portable, native$"):
+    with pytest.raises(ConfigError, match=r"`neon` is none of amx, avx512_bf16, avx512, avx2, portable, native$"):
         named_variant("neon", "x86_64", SKYLAKE)
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_processor_has_matrix_instructions_if_the_system_allows_them(monkeypatch, is_allowed):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: SAPPHIRE_RAPIDS)
+    monkeypatch.setattr(processor, "_request_matrix_registers", lambda: is_allowed)
+    capabilities = processor_capabilities()
+    assert best_variant("x86_64", capabilities).name == ("amx" if is_allowed else "avx512_bf16")
+    assert ("-mno-amx-tile" in native_flags(capabilities)) is not is_allowed
+
+
+def test_processor_without_matrix_instructions_asks_the_system_for_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: ZEN4)
+    monkeypatch.setattr(processor, "_request_matrix_registers", lambda: pytest.fail("asked"))
+    assert processor_capabilities() == ZEN4
+    assert native_flags(ZEN4) == ("-march=native",)
 
 
 def test_native_library_of_a_source_tree_is_compiled_for_this_processor(prebuilt):
@@ -113,7 +129,7 @@ def test_native_library_that_cannot_be_opened_is_compiled(prebuilt, monkeypatch,
 @pytest.fixture
 def without_compiler(library, tmp_path, monkeypatch):
     """The path of this processor's prebuilt kernels, which are the compiled ones; no compiler is found."""
-    best = best_variant(platform.machine(), torch.cpu.get_capabilities())
+    best = best_variant(platform.machine(), processor_capabilities())
     monkeypatch.setattr(variants, "PREBUILT_DIRECTORY", tmp_path)
     monkeypatch.delenv("EAGLERAY_CPU_KERNELS", raising=False)
     monkeypatch.delenv("CXX", raising=False)

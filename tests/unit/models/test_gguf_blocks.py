@@ -19,8 +19,8 @@ PLACES = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 
 
 def random_blocks(kind: str, seed: int = 0) -> np.ndarray:
     """Return any bytes as blocks, but for the float16 numbers in them, which have usual sizes."""
-    form, generator = FORMATS[kind], np.random.default_rng(seed)
-    blocks = generator.integers(0, 256, (ROWS, COLUMNS // form.size, form.num_bytes), np.uint8)
+    layout, generator = FORMATS[kind].layout, np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (ROWS, COLUMNS // layout.block_size, layout.block_bytes), np.uint8)
     for place in PLACES.get(kind, (0,)):
         numbers = generator.uniform(-0.01, 0.01, blocks.shape[:2]).astype(np.float16)
         blocks[..., place : place + 2] = numbers[..., None].view(np.uint8)

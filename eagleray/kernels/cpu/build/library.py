@@ -3,7 +3,7 @@
 A wheel has a prebuilt library for each variant of `variants.py`. In a source tree, and where no prebuilt one can be
 used, the system's C++ compiler makes one for this processor at first use, which may take half a minute, and it is kept
 in the user's cache directory. The sources include no header of torch, but the library shares torch's OpenMP threads. So
-this module imports torch first, and settings of these threads (`config/environment.py`) have to be made before that.
+torch is imported first, and settings of these threads (`config/environment.py`) have to be made before that.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from eagleray.config.environment import build_settings
 from eagleray.errors import DeadlineExceeded
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.build.cache import cached_file, is_whole, private_directory
 from eagleray.kernels.cpu.build.compiler import find_compiler
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable, openmp_functions
+from eagleray.kernels.cpu.build.processor import native_flags, processor_capabilities
 from eagleray.kernels.cpu.build.sources import SOURCE_DIRECTORY, LibrarySources
 from eagleray.kernels.cpu.build.variants import NATIVE_FLAGS, Variant, best_variant, named_variant
 from eagleray.log import get_logger, has_bars, open_bar
@@ -37,9 +36,9 @@ TEMPORARY = None
 def native_library() -> ctypes.CDLL:
     """Return all kernels for this processor, with typed functions. Raises `NativeUnavailable`, and `ConfigError` if
     EAGLERAY_CPU_KERNELS names kernels that this processor cannot run."""
-    machine = platform.machine(), torch.cpu.get_capabilities()
+    architecture, capabilities = platform.machine(), processor_capabilities()
     wanted = build_settings().kernels
-    variant = named_variant(wanted, *machine) if wanted else best_variant(*machine)
+    variant = named_variant(wanted, architecture, capabilities) if wanted else best_variant(architecture, capabilities)
     if variant and variant.prebuilt.exists():
         try:
             library = open_prebuilt(variant.prebuilt)
@@ -53,7 +52,8 @@ def native_library() -> ctypes.CDLL:
 
 def compiled_library(variant: Variant | None) -> ctypes.CDLL:
     """Return all kernels, compiled for a variant or else for this processor. Raises `NativeUnavailable`."""
-    path = build(sorted(SOURCE_DIRECTORY.glob("*.cpp")), target=variant.flags if variant else NATIVE_FLAGS)
+    target = variant.flags if variant else native_flags(processor_capabilities())
+    path = build(sorted(SOURCE_DIRECTORY.glob("*.cpp")), target=target)
     try:
         library = open_library(path)
     except NativeUnavailable as error:

@@ -50,7 +50,10 @@ AVX2 = {feature: f"-m{feature}" for feature in ("avx2", "f16c", "bmi", "bmi2", "
 AVX512 = AVX2 | {f"avx512_{part}": f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}
 AVX512_BF16 = AVX512 | {f"avx512_{part}": f"-mavx512{part}" for part in ("bf16", "vbmi", "vnni")}
 
+AMX = AVX512_BF16 | {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}
+
 VARIANTS = (
+    Variant("amx", "x86_64", "-march=x86-64", AMX),
     Variant("avx512_bf16", "x86_64", "-march=x86-64", AVX512_BF16),
     Variant("avx512", "x86_64", "-march=x86-64", AVX512),
     Variant("avx2", "x86_64", "-march=x86-64", AVX2),

@@ -1,5 +1,6 @@
 // Attention of one shard: its tasks one after another, and each task chunk by chunk of its context.
 #include "attention_results.h"
+#include "matrix_attention.h"
 
 namespace eagleray {
 namespace {
@@ -54,6 +55,7 @@ class Attention : TaskRows {
   using Chunk = eagleray::Chunk<Stored>;
   using Slice = eagleray::Slice<Stored>;
   static constexpr int64_t PAIR = eagleray::PAIR<Number>;
+  static constexpr bool BY_MATRIX = eagleray::BY_MATRIX<T> && !Format::HAS_SCALES;
 
  public:
   Attention(const CAttentionParams& params, const CAttentionMetadata& metadata, const T* queries, const Stored* cache,
@@ -167,6 +169,9 @@ class Attention : TaskRows {
   }
 
   void multiply_queries(const Chunk& chunk, Span active, const Stored* const* later) {
+    if constexpr (BY_MATRIX) {
+      if (suits_matrices_) return multiply_queries_by_matrix(chunk, active, later);
+    }
     for (int64_t slice = chunk.slices.begin; slice < chunk.slices.end; slice += VECTORS) {
       const Stored *keys[VECTORS], *fetch[VECTORS];
       for (int64_t n = 0; n < VECTORS; n++) {
@@ -181,6 +186,47 @@ class Attention : TaskRows {
       });
     }
   }
+
+#ifdef HAS_MATRICES
+  // Call f(row, number of rows, whether they are the first) for rows of matrices.
+  template <class F>
+  static void for_matrix_rows(Span rows, F&& f) {
+    for (int64_t row = rows.begin; row < rows.end; row += MATRIX_ROWS)
+      f(row, std::min<int64_t>(MATRIX_ROWS, rows.end - row), row == rows.begin);
+  }
+
+  void multiply_queries_by_matrix(const Chunk& chunk, Span active, const Stored* const* later) {
+    for_matrix_rows(active, [&](int64_t row, int64_t count, bool is_first) {
+      for (int64_t slice = chunk.slices.begin; slice < chunk.slices.end; slice += MATRICES) {
+        if (space_.visible[row + count - 1].end <= chunk.at[slice].position) break;
+        const Stored *keys[MATRICES], *fetch[MATRICES];
+        for (int64_t n = 0; n < MATRICES; n++) {
+          const int64_t i = std::min(slice + n, chunk.slices.end - 1);
+          keys[n] = chunk.at[i].keys + chunk.at[i].lane * PAIR;
+          fetch[n] = later[i - chunk.slices.begin] + chunk.at[i].lane * PAIR;
+        }
+        multiply_keys(space_.queries[row], count, keys, is_first ? fetch : nullptr, lanes_ * PAIR, size_,
+                      space_.scores[row] + slice * LANES);
+      }
+    });
+  }
+
+  void multiply_probabilities_by_matrix(const Chunk& chunk, Span active, const Stored* const* values,
+                                        const Stored* const* fetch) {
+    for_matrix_rows(active, [&](int64_t row, int64_t count, bool is_first) {
+      auto [begin, end] = chunk.slices;
+      while (chunk.at[begin].end() <= space_.visible[row].begin) begin++;
+      while (chunk.at[end - 1].position >= space_.visible[row + count - 1].end) end--;
+      int64_t feature = 0;
+      for (; feature + MATRICES * LANES <= size_; feature += MATRICES * LANES)
+        multiply_values<MATRICES>(space_.probabilities[row], count, values, is_first ? fetch : nullptr, {begin, end},
+                                  size_ * PAIR, feature, space_.parts[row]);
+      for (; feature < size_; feature += LANES)
+        multiply_values<1>(space_.probabilities[row], count, values, is_first ? fetch : nullptr, {begin, end},
+                           size_ * PAIR, feature, space_.parts[row]);
+    });
+  }
+#endif
 
   __attribute__((noinline)) void softmax_all(const Chunk& chunk, int64_t row) {
     softmax_of({0, CHUNK_SLICES}, [](int64_t) { return Span{0, LANES}; }, chunk, row);
@@ -215,6 +261,9 @@ class Attention : TaskRows {
     if constexpr (!Format::HAS_SCALES) {  // codes are finite
       const int64_t known = metadata.seq_lens[task.request] - chunk.last().position;
       if (known < chunk.last().tokens) values[end - 1] = copy_known(values[end - 1], known);
+    }
+    if constexpr (BY_MATRIX) {
+      if (suits_matrices_) return multiply_probabilities_by_matrix(chunk, active, values, fetch);
     }
     int64_t feature = 0;
     if (active.end - active.begin <= FEW_ROWS) cover<FEW_ROWS, MANY_VECTORS>(chunk, active, values, fetch, feature);
@@ -259,6 +308,7 @@ class Attention : TaskRows {
   Workspace<Format>& space_;
   const int64_t size_ = params.head_dim, width_ = round_up(size_, LANES), lanes_ = lanes_of_block(params);
   const int64_t values_at_ = lanes_ * size_;   // offset of the values in a block of a kv head
+  const bool suits_matrices_ = size_ % 32 == 0;  // the features that a matrix instruction multiplies
   const float scale_ = params.scale * LOG2_E;  // makes the softmax one of powers of 2
   const Results results_;
 };
@@ -282,6 +332,9 @@ void attend(const Shard& shard, const CAttentionParams& params, const CAttention
     const auto* numbers = static_cast<const typename Format::Stored*>(cache);
     Attention<T, Format>(params, metadata, queries, numbers, out, parts, space).run();
   });
+#ifdef HAS_MATRICES
+  MatrixRegisters::release();
+#endif
 }
 
 template void attend(const Shard&, const CAttentionParams&, const CAttentionMetadata&, const float*, const void*,

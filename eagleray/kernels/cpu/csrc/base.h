@@ -26,6 +26,10 @@
 #endif
 #include <sched.h>
 
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define HAS_MATRICES  // instructions that multiply matrices, see matrix_tile.h
+#endif
+
 // Only the functions of the interface are visible in the library.
 #pragma GCC visibility push(default)
 extern "C" {

@@ -14,6 +14,7 @@
 
 namespace eagleray {
 
+constexpr int64_t MAX_GROUP_PAIRS = 64;
 constexpr int64_t CODE_VECTOR = 64;  // bytes of codes that are decoded together, of 16 outputs
 
 // Pairs of inputs that the codes of a vector decode to, for each output.

@@ -2,7 +2,8 @@
 //
 // A tile must be able to read from the second-level cache, so a block fits into it: up to 8 tiles of rows, and as much
 // of k as leaves room for two panels. While one panel is multiplied, the next one is prefetched, a part during each
-// tile. The rows of a large block are interleaved in the order in which tiles read them, once for all its panels.
+// tile. The rows of a large block are interleaved in the order in which tiles read them, once for all its panels. Matrix
+// instructions compute larger tiles (matrix_tile.h), in the same blocks.
 #include "product.h"
 
 #include <algorithm>
@@ -15,6 +16,7 @@
 
 #include "adapters.h"
 #include "grouped_tile.h"
+#include "matrix_tile.h"
 #include "product_tile.h"
 
 namespace eagleray {
@@ -24,7 +26,8 @@ namespace {
 
 constexpr int BLOCK_TILES = 8;
 constexpr int FEW_TILES = 2;         // up to this many, rows are not interleaved
-constexpr int BLOCK_PAIRS = 1024;    // along k, if there are several tiles: 4 KB of a row, 128 KB of a panel
+template <class T>
+constexpr int64_t BLOCK_PAIRS = 1024;  // along k, if there are several tiles: 4 KB of a row, 128 KB of a panel
 constexpr int BLOCK_PANELS = 4;      // computed for one part of k before the next part, if k has several
 
 // Memory of this thread for the blocks that it computes. It is kept, and grows to the size of the largest block.
@@ -66,7 +69,7 @@ class Block {
       if (product.grouping) return multiply_grouped(panels, *product.grouping);
     }
     int64_t parts = num_parts();
-    auto pairs_of = [&](int64_t part) { return Span{num_pairs * part / parts, num_pairs * (part + 1) / parts}; };
+    auto pairs_of = [&](int64_t part) { return range_of({int(part), int(parts)}, num_pairs, PAIR_GRAIN<T>); };
     visit_panels(panels, [&](Place at, std::optional<Place> next, float* sums) {
       multiply_panel(at.panel, pairs_of(at.part), next ? weight(next->panel, pairs_of(next->part).begin) : nullptr, sums);
     });
@@ -84,14 +87,20 @@ class Block {
 
   int64_t source_of(int64_t row) const { return product.x_rows ? product.x_rows[begin + row] : begin + row; }
 
-  int64_t num_parts() const { return num_tiles == 1 ? 1 : divide_up(num_pairs, BLOCK_PAIRS); }
+  // Whether parts of panels are decoded for all rows, as matrix instructions want them.
+  bool decodes_parts() const { return BY_MATRIX<T> && product.grouping && num_rows > GROUPED_TILE_ROWS; }
+
+  int64_t num_parts() const {
+    if (decodes_parts()) return divide_up(num_pairs, DECODED_PAIRS);
+    return num_tiles == 1 ? 1 : divide_up(num_pairs, BLOCK_PAIRS<T>);
+  }
 
   // Visit panel after panel. A long k is divided into parts; each part is visited for a few panels, whose sums are kept
   // until the next part.
   template <class Visit>
   void visit_panels(Span panels, Visit&& visit) const {
     alignas(64) float sums[BLOCK_PANELS][MAX_ROWS * PANEL];
-    int64_t parts = num_parts(), step = parts == 1 ? 1 : BLOCK_PANELS;
+    int64_t parts = num_parts(), step = parts == 1 || num_tiles == 1 ? 1 : BLOCK_PANELS;
     for (int64_t first = panels.begin; first < panels.end; first += step) {
       int64_t last = std::min(first + step, panels.end);
       for (int64_t part = 0; part < parts; part++)
@@ -105,15 +114,19 @@ class Block {
     }
   }
 
-  Span rows_of(int64_t tile) const { return {num_rows * tile / num_tiles, num_rows * (tile + 1) / num_tiles}; }
-  bool is_interleaved() const { return num_tiles > FEW_TILES; }
+  Span rows_of(int64_t tile) const { return range_of({int(tile), int(num_tiles)}, num_rows, ROW_GRAIN<T>); }
+  bool is_interleaved() const {
+    if (!BY_MATRIX<T>) return num_tiles > FEW_TILES;
+    if (product.grouping && !decodes_parts()) return false;
+    return num_tiles > 1 || (product.x_rows && num_rows > 1);  // rows that are not at equal distances
+  }
 
   void interleave_tiles() {
-    constexpr int64_t SIZE = interleaved(TILE_ROWS<T>);
-    T* to = reinterpret_cast<T*>(BlockMemory::reserve(block_memory().rows, num_tiles * SIZE * num_pairs));
-    for (int64_t tile = 0; tile < num_tiles; tile++, to += SIZE * num_pairs * PAIR<T>) {
+    const int64_t size = interleaved_size<T>(num_pairs);
+    T* to = reinterpret_cast<T*>(BlockMemory::reserve(block_memory().rows, num_tiles * size / PAIR<T>));
+    for (int64_t tile = 0; tile < num_tiles; tile++, to += size) {
       Span rows = rows_of(tile);
-      interleave(x + rows.begin, rows.end - rows.begin, num_pairs, to);
+      interleave_rows(x + rows.begin, rows.end - rows.begin, num_pairs, to);
       x[rows.begin] = to;
     }
   }
@@ -136,8 +149,7 @@ class Block {
     Prefetch prefetch{reinterpret_cast<const char*>(next ? next : from), pace};
     if (num_tiles == 1) prefetch = {reinterpret_cast<const char*>(from) + PREFETCH_BYTES, 128};
     visit_tiles(panel, pairs.end == num_pairs, count, prefetch, sums, [&](Span rows, float* to, auto ahead) {
-      choose_tile<T, decltype(ahead)>(rows.end - rows.begin, is_interleaved())(
-          x + rows.begin, pairs.begin * PAIR<T>, from, count, to, pairs.begin > 0, ahead);
+      eagleray::multiply_rows(x + rows.begin, rows.end - rows.begin, is_interleaved(), num_pairs, pairs, from, to, ahead);
     });
   }
 
@@ -171,6 +183,9 @@ class Block {
   // ---- weights of few bits
 
   void multiply_grouped(Span panels, const CGrouping& grouping) const {
+#ifdef HAS_MATRICES
+    const FlushedDenormals flushed;
+#endif
     const float* input_sums[MAX_ROWS] = {};
     if (grouping.has_offsets) sum_inputs(grouping, input_sums);
     with_decoder(grouping, [&](const auto& decoder) {
@@ -205,6 +220,17 @@ class Block {
     if (num_tiles == 1)
       prefetch = {reinterpret_cast<const char*>(groups.from) + PREFETCH_BYTES, divide_up(bytes, vectors)};
     bool last = groups.begin + groups.count == product.k / groups.grouping.size;
+#ifdef HAS_MATRICES
+    if (decodes_parts()) {
+      alignas(64) Bf16 decoded[(DECODED_PAIRS + MAX_GROUP_PAIRS) * PANEL * 2];
+      decode_groups(decoder, groups, prefetch, decoded);
+      visit_tiles(panel, last, 1, {prefetch.from, 0}, sums, [&](Span rows, float* to, auto) {
+        multiply_decoded(x + rows.begin, rows.end - rows.begin, is_interleaved(), num_pairs, decoded, groups,
+                         input_sums + rows.begin, to);
+      });
+      return;
+    }
+#endif
     visit_tiles(panel, last, steps, prefetch, sums, [&](Span rows, float* to, auto ahead) {
       choose_grouped_tile<Decode, decltype(ahead)>(rows.end - rows.begin, is_interleaved())(
           decoder, x + rows.begin, groups, input_sums + rows.begin, to, ahead);
@@ -266,14 +292,18 @@ struct Partition {
   }
 
   Span rows(const Product<T>& product, int64_t block) const {
-    return {product.num_rows * block / blocks, product.num_rows * (block + 1) / blocks};
+    return range_of({int(block), int(blocks)}, product.num_rows, ROW_GRAIN<T>);
   }
 };
 
-// The cost of a unit, in operations on a pair of k. Few rows take as long as reading the weight.
+// The number of rows that take as long as reading the weight.
+template <class T>
+constexpr int64_t ROWS_PER_READ = BY_MATRIX<T> ? 64 : 16;
+
+// The cost of a unit, in operations on a pair of k.
 template <class T>
 int64_t cost(const Product<T>& product, Span rows) {
-  return divide_up(product.k, PAIR<T>) * std::max<int64_t>(rows.end - rows.begin, 16);
+  return divide_up(product.k, PAIR<T>) * std::max<int64_t>(rows.end - rows.begin, ROWS_PER_READ<T>);
 }
 
 // ---- packing
@@ -398,6 +428,9 @@ void multiply_all(const Shard& shard, const Product<T>* products, int64_t count)
       at += partition.panels * unit;
     }
   }
+#ifdef HAS_MATRICES
+  MatrixRegisters::release();
+#endif
 }
 
 template <class T>

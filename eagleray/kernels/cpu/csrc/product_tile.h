@@ -117,8 +117,23 @@ inline WholeSums add_products(WholeSums total, Shorts a, Shorts b) {
 
 // ---- sizes
 
+// Whether tiles of this type are computed by the instructions of matrix_tile.h.
+#ifdef HAS_MATRICES
 template <class T>
-constexpr int TILE_ROWS = REGISTERS == 32 ? 12 : std::is_same_v<T, float> ? 6 : 4;
+constexpr bool BY_MATRIX = std::is_same_v<T, Bf16>;
+#else
+template <class T>
+constexpr bool BY_MATRIX = false;
+#endif
+
+// Bounds of tiles are multiples of this, in rows, and bounds of parts of k in pairs.
+template <class T>
+constexpr int64_t ROW_GRAIN = BY_MATRIX<T> ? 16 : 1;
+template <class T>
+constexpr int64_t PAIR_GRAIN = BY_MATRIX<T> ? 16 : 1;
+
+template <class T>
+constexpr int TILE_ROWS = BY_MATRIX<T> ? 32 : REGISTERS == 32 ? 12 : std::is_same_v<T, float> ? 6 : 4;
 
 // The number of registers for a row of the tile: 2, or more if few rows leave room. If they do not cover the panel, the
 // tile is computed in several passes.
@@ -142,6 +157,13 @@ inline void advance(Prefetch& prefetch) {
   __builtin_prefetch(prefetch.from);
   if (prefetch.pace > CACHE_LINE) __builtin_prefetch(prefetch.from + CACHE_LINE);
   prefetch.from += prefetch.pace;
+}
+
+// Advance by `pairs` pairs of k at once.
+inline void advance_by(Prefetch& prefetch, int64_t pairs) {
+  const char* end = prefetch.from + pairs * prefetch.pace;
+  for (const char* line = prefetch.from; line < end; line += CACHE_LINE) __builtin_prefetch(line);
+  prefetch.from = end;
 }
 
 // Cache lines that lie in many places.
@@ -174,6 +196,12 @@ inline void advance(PrefetchWithLines& prefetch) {
   prefetch.position += prefetch.pace;
 }
 
+inline void advance_by(PrefetchWithLines& prefetch, int64_t pairs) {
+  advance_by(prefetch.memory, pairs);
+  for (int64_t pair = 0; pair < pairs; pair++, prefetch.position += prefetch.pace)
+    __builtin_prefetch(prefetch.lines[prefetch.position >> 16], 0, 2);
+}
+
 // ---- the rows of a tile
 
 // Rows at separate addresses. This suffices for few rows, whose computation waits for the weight.
@@ -190,6 +218,12 @@ struct SeparateRows {
 // Rows interleaved pair by pair along k, [pairs][interleaved(rows)][PAIR], which is the order of reading. They need one
 // address, and do not evict each other from the first-level cache.
 constexpr int interleaved(int64_t rows) { return int(round_up(rows, 4)); }
+
+// The number of elements of an interleaved tile.
+template <class T>
+constexpr int64_t interleaved_size(int64_t pairs) {
+  return interleaved(TILE_ROWS<T>) * round_up(pairs, PAIR_GRAIN<T>) * PAIR<T>;
+}
 
 template <class T, int ROWS>
 struct InterleavedRows {
@@ -285,6 +319,20 @@ inline Tile<T, Ahead> choose_tile(int64_t rows, bool is_interleaved) {
   static constexpr auto separate = list_tiles<T, Ahead, SeparateRows>(Sizes{});
   static constexpr auto interleaved = list_tiles<T, Ahead, InterleavedRows>(Sizes{});
   return (is_interleaved ? interleaved : separate)[rows - 1];
+}
+
+// Interleave the rows of a tile for `multiply_rows`. to: [interleaved_size(pairs)]
+template <class T>
+inline void interleave_rows(const T* const* x, int64_t rows, int64_t pairs, T* to) {
+  interleave(x, rows, pairs, to);
+}
+
+// Compute a tile of 1 to TILE_ROWS rows for a part of k, see `multiply_tile`. `all_pairs` is the number of pairs of a row.
+template <class T, class Ahead>
+inline void multiply_rows(const T* const* x, int64_t rows, bool is_interleaved, int64_t all_pairs, Span pairs,
+                          const T* weight, float* sums, Ahead prefetch) {
+  choose_tile<T, Ahead>(rows, is_interleaved)(x, pairs.begin * PAIR<T>, weight, pairs.end - pairs.begin, sums,
+                                              pairs.begin > 0, prefetch);
 }
 
 }  // namespace eagleray
