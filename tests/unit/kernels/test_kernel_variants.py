@@ -19,7 +19,8 @@ from eagleray.kernels.cpu.build.variants import AVX2, AVX512, VARIANTS, best_var
 
 HASWELL: dict[str, object] = dict.fromkeys(AVX2, True)
 SKYLAKE: dict[str, object] = dict.fromkeys(AVX512, True)
-ZEN4 = SKYLAKE | {"avx512_bf16": True, "avx512_vbmi": True, "cpu_name": "AMD EPYC", "l1d_cache_size": 32768}
+ZEN4 = SKYLAKE | {f"avx512_{part}": True for part in ("bf16", "vbmi", "vnni")} | {"cpu_name": "AMD EPYC"}
+ZEN4 |= {"l1d_cache_size": 32768}
 SAPPHIRE_RAPIDS = ZEN4 | {"amx_tile": True, "amx_bf16": True, "cpu_name": "Intel Xeon"}
 
 
@@ -69,7 +70,9 @@ def test_variant_features_have_the_names_of_torch():
 def test_named_variant_that_the_processor_lacks_is_refused():
     assert named_variant("avx2", "x86_64", ZEN4).name == "avx2"
     assert named_variant("native", "x86_64", ZEN4) is None
-    with pytest.raises(ConfigError, match="lacks avx512_bf16, avx512_vbmi, which avx512_bf16 needs; unset"):
+    with pytest.raises(
+        ConfigError, match="lacks avx512_bf16, avx512_vbmi, avx512_vnni, which avx512_bf16 needs; unset"
+    ):
         named_variant("avx512_bf16", "x86_64", SKYLAKE)
     with pytest.raises(ConfigError, match=r"`neon` is none of amx, avx512_bf16, avx512, avx2, portable, native$"):
         named_variant("neon", "x86_64", SKYLAKE)

@@ -119,7 +119,7 @@ def test_engine_requests_alone_together_and_from_the_prefix_cache_have_the_same_
     ("family", "options", "problem"),
     [
         ("deepseek_v3", {"kv_cache_dtype": "int8"}, "ForCausalLM caches latents, which CPUs keep in the model's"),
-        ("llama", {"kv_cache_dtype": "fp8", "dtype": "float16"}, "of LlamaForCausalLM on cpu cannot use a cache of fp8"),
+        ("llama", {"kv_cache_dtype": "fp8", "dtype": "float16"}, "of LlamaForCausalLM on cpu cannot use a cache of fp"),
         ("llama", {"kv_cache_dtype": "int8", "attention_backend": "torch"}, "on cpu cannot use a cache of int8"),
     ],
 )

@@ -48,7 +48,7 @@ class Variant:
 
 AVX2 = {feature: f"-m{feature}" for feature in ("avx2", "f16c", "bmi", "bmi2", "lzcnt")} | {"fma3": "-mfma"}
 AVX512 = AVX2 | {f"avx512_{part}": f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}
-AVX512_BF16 = AVX512 | {"avx512_bf16": "-mavx512bf16", "avx512_vbmi": "-mavx512vbmi"}
+AVX512_BF16 = AVX512 | {f"avx512_{part}": f"-mavx512{part}" for part in ("bf16", "vbmi", "vnni")}
 
 AMX = AVX512_BF16 | {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}
 

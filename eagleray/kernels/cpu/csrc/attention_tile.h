@@ -146,8 +146,8 @@ __attribute__((noinline)) void multiply_rest(const T* probabilities, const Store
 // ---- softmax
 
 inline Floats exp2_of(Floats x, float) { return exp2(x); }
-template <class Rounded>  // to 16 bits
-inline Floats exp2_of(Floats x, Rounded) {
+template <class T>  // Bf16, or a number that is multiplied with codes
+inline Floats exp2_of(Floats x, T) {
 #ifdef __AVX512DQ__
   // 2^(x - floor(x)) * 2^floor(x), with a relative error of 3e-6, far below that of rounding to bfloat16.
   Floats rest = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);

@@ -158,7 +158,7 @@ inline float highest(Floats x) {
   return lanes[0];
 }
 
-// The same, also if some lanes are NaN, but which number that gives then depends on the processor.
+// The highest lane by the processor's own instruction. If a lane is NaN, the result is any lane or NaN.
 inline float max_lane(Floats x) {
 #ifdef __AVX512F__
   return _mm512_reduce_max_ps((__m512)x);

@@ -6,10 +6,10 @@
 //   int8  whole numbers from -127 to 127.
 //   fp8   float8 e4m3 from -448 to 448, without numbers between 0 and 2^-6, which are less than 4e-5 of the largest.
 //
-// What is multiplied with codes has 16 bits and a factor for each row: queries relative to the largest number of the
+// What is multiplied with codes has a factor for each row: queries relative to the largest number of the
 // head, and the probabilities of a chunk times the scales of its values relative to the largest of them. Whole numbers
-// are multiplied with whole numbers, and their sums are exact: 256 x 127 x 32767 fits into 32 bits. Float8 is multiplied
-// with bfloat16.
+// are multiplied with whole numbers of 16 bits, and their sums are exact: 256 x 127 x 32767 fits into 32 bits. Float8 is
+// multiplied with float.
 #pragma once
 
 #include "attention.h"
@@ -43,12 +43,18 @@ inline Bf16 scale_of(float most, float limit) {
 // Round to whole numbers, ties to even, by adding 1.5 * 2^23. The numbers are between -2^22 and 2^22.
 inline Ints round_to_ints(Floats x) { return (Ints)(x + 12582912.0f) - 0x4b400000; }
 
-typedef int8_t Codes __attribute__((vector_size(16)));                      // [16]
-typedef int16_t Numbers __attribute__((vector_size(32)));                   // [16]
-typedef int8_t RegisterCodes __attribute__((vector_size(2 * WIDTH)));       // of a register of pairs
+typedef int8_t Codes __attribute__((vector_size(16)));                 // [16]
+typedef int16_t Numbers __attribute__((vector_size(32)));              // [16]
+typedef int8_t RegisterCodes __attribute__((vector_size(2 * WIDTH)));  // of a register of pairs
 
 inline Shorts widen_codes(const int8_t* from) {
+#if defined(__AVX512BW__)
+  return (Shorts)_mm512_cvtepi8_epi16(read<__m256i>(from));  // GCC converts the halves apart
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (Shorts)_mm256_cvtepi8_epi16(read<__m128i>(from));
+#else
   return __builtin_convertvector(read<RegisterCodes>(from), Shorts);
+#endif
 }
 
 template <class T>
@@ -81,15 +87,18 @@ struct Int8Cache {
   }
 };
 
-// The bits of a code are put where a bfloat16 has its sign, the end of its exponent, and the begin of its mantissa. So a
+// The bits of a code are put where a float has its sign, the end of its exponent, and the begin of its mantissa. So a
 // code is decoded as its number times 2^-120, for which the other numbers make up.
 struct Fp8Cache {
   using Stored = int8_t;
-  using Number = Bf16;
+  using Number = Paired;
   static constexpr bool HAS_SCALES = true;
   static constexpr float LARGEST = 448;
 
-  static Bits decode(const int8_t* from) { return (Bits)((widen_codes(from) << 4) & (int16_t)0x87f0); }
+  static PairOfSums decode(const int8_t* from) {
+    const Bits halves = (Bits)((widen_codes(from) << 4) & (int16_t)0x87f0);
+    return {(Sums)(halves << 16), (Sums)(halves & 0xffff0000u)};
+  }
 
   static Codes encode(Floats x) {
     const Words sign = (Words)x >> 24 & 0x80, bits = (Words)x & 0x7fffffff;
@@ -100,15 +109,15 @@ struct Fp8Cache {
     return __builtin_convertvector(code | sign, Codes);
   }
 
-  // As that of Int8Cache. The factor is a power of 2, so bfloat16 numbers stay as they are.
-  static float convert(const float* x, int64_t size, float most, Bf16* to) {
+  // As that of Int8Cache. The factor is a power of 2, so nothing is rounded.
+  static float convert(const float* x, int64_t size, float most, Paired* to) {
     uint32_t word;
     std::memcpy(&word, &most, sizeof word);
     word &= 0x7f800000;  // the mantissa is 1
     float power;
     std::memcpy(&power, &word, sizeof power);
     const float inverse = 1 / power;
-    for (int64_t i = 0; i < size; i += LANES) store(to + i, load(x + i) * inverse * 0x1p117f);
+    for (int64_t i = 0; i < size; i += LANES) store(&to[i].value, load(x + i) * inverse * 0x1p117f);
     return power * 0x1p3f;
   }
 };

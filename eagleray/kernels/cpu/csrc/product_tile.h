@@ -39,9 +39,36 @@ struct Int16 {
   int16_t value;
 };
 
+// A float that is multiplied in pairs, as numbers of 16 bits are.
+struct Paired {
+  float value;
+};
+template <>
+constexpr int PAIR<Paired> = 2;
+
+struct PairOfSums {
+  Sums first, second;
+};
+
 template <class T>
-using Register =
-    std::conditional_t<std::is_same_v<T, float>, Sums, std::conditional_t<std::is_same_v<T, Int16>, Shorts, Bits>>;
+struct RegisterOf {
+  using Type = Bits;
+};
+template <>
+struct RegisterOf<float> {
+  using Type = Sums;
+};
+template <>
+struct RegisterOf<Int16> {
+  using Type = Shorts;
+};
+template <>
+struct RegisterOf<Paired> {
+  using Type = PairOfSums;
+};
+
+template <class T>
+using Register = typename RegisterOf<T>::Type;  // of pairs
 template <class T>
 using SumsOf = std::conditional_t<std::is_same_v<T, Int16>, WholeSums, Sums>;  // of products of pairs
 
@@ -54,6 +81,9 @@ inline Vector read(const From* from) {
 inline Sums splat_to(Sums, const float* pair) { return *pair - Sums{}; }  // unlike x + 0, x - 0 is x for every x
 inline Bits splat_to(Bits, const Bf16* pair) { return Bits{} + read<uint32_t>(pair); }
 inline Shorts splat_to(Shorts, const Int16* pair) { return (Shorts)(Bits{} + read<uint32_t>(pair)); }
+inline PairOfSums splat_to(PairOfSums, const Paired* pair) {
+  return {pair[0].value - Sums{}, pair[1].value - Sums{}};
+}
 
 inline Sums add_products(Sums total, Sums a, Sums b) { return total + a * b; }
 inline Sums add_products(Sums total, Bits a, Bits b) {
@@ -65,6 +95,9 @@ inline Sums add_products(Sums total, Bits a, Bits b) {
   Bits high = Bits{} + 0xffff0000u;
   return total + (Sums)(a & high) * (Sums)(b & high) + (Sums)(a << 16) * (Sums)(b << 16);
 #endif
+}
+inline Sums add_products(Sums total, PairOfSums a, PairOfSums b) {
+  return total + a.second * b.second + a.first * b.first;
 }
 inline WholeSums add_products(WholeSums total, Shorts a, Shorts b) {
 #if defined(__AVX512VNNI__)
