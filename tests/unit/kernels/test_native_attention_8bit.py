@@ -73,7 +73,7 @@ def test_prepare_quantizes_keys_and_values(
         (300, {"head_dim": 24, "block_size": 5}),
         (300, {"head_dim": 64, "heads": 8, "window": 40, "sinks": True}),
         (600, {"head_dim": 128, "heads": 3, "kv_heads": 1, "block_size": 32}),
-        (300, {"head_dim": 256, "heads": 71, "kv_heads": 1}),
+        (270, {"head_dim": 256, "heads": 19, "kv_heads": 1}),
         (100, {"head_dim": 80, "heads": 14, "block_size": 4, "window": 1}),
     ],
 )
