@@ -85,7 +85,7 @@ def test_load_model_ranks_have_all_weights_together(tmp_path):
     assert {part.num_local_kv_heads for part in parts} == {whole.spec.num_kv_heads // 2}
     assert all(part.spec == whole.spec for part in parts)
     shape = parts[0].cache_shape(16)
-    assert (shape.num_layers, shape.block) == (2, (1, 2, 16 * whole.spec.head_dim))
+    assert (shape.num_layers, shape.block) == (2, (1, 2 * 16 * whole.spec.head_dim))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(rank=1, tp_size=2), Mesh(rank=0, pp_size=3), Mesh(rank=3, tp_size=2, pp_size=2)])
