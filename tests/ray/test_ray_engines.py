@@ -100,6 +100,7 @@ def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow  # test_ray_serve.py and test_ray_expert_parallel.py kill engines
 @in_loop
 async def test_ray_launcher_two_engines_generate_same_tokens_after_replacement(
     cluster: str, checkpoint: str, expected: list[int]

@@ -99,6 +99,7 @@ class Holder:
             return texts(llm)
 
 
+@pytest.mark.slow  # test_ray_workers.py starts workers in an actor's group
 def test_llm_in_an_actor_that_holds_its_group_computes_there(cluster, checkpoint, expected, make_group):
     group = placement_groups.handle(make_group({"CPU": 1}))
     here = os.path.dirname(__file__)
