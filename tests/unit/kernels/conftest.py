@@ -22,7 +22,7 @@ def variant_parameter(variant: Variant) -> object:
     marks = []
     if variant.architecture == "aarch64" != MACHINE:
         marks.append(pytest.mark.aarch64)
-    elif variant.name == "avx512":  # takes half a minute to compile, and shares its parts with its neighbours
+    elif variant.name in ("avx512", "portable"):  # take half a minute to compile, and share their parts with others
         marks.append(pytest.mark.grid)
     return pytest.param(variant, id=variant.name, marks=marks)
 
