@@ -1,14 +1,17 @@
-"""A drafter whose drafts are right or wrong at random, so that steps accept any number of their tokens."""
+"""Drafters for tests: drafts that are right or wrong at random, and proposals that are made whatever they cost."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
 
+import pytest
+
 from eagleray.config.speculation import Speculation, speculation
+from eagleray.engine import startup
 from eagleray.scheduler.follower import Follower
 from eagleray.scheduler.history_drafter import HistoryDrafter
-from eagleray.scheduler.model_drafter import Asking, ModelDrafter
+from eagleray.scheduler.model_drafter import Asking, ModelDrafter, ProposedTokens
 from eagleray.scheduler.request import Request
 from eagleray.scheduler.speculation import Candidate
 
@@ -71,3 +74,28 @@ class EagerModelDrafter(ModelDrafter):
             chosen.append(self.draft(candidate, most).token_ids)
             room -= len(chosen[-1])
         return chosen
+
+
+class RecordingDrafter(EagerModelDrafter):
+    """Keeps all proposals for greedy requests, with the tokens before them."""
+
+    def __init__(self, options: Speculation) -> None:
+        super().__init__(options)
+        self.proposals: list[tuple[list[int], list[int]]] = []
+
+    def on_proposal(self, follower: ProposedTokens, token_ids: list[int]) -> None:
+        if token_ids and follower.request.sampling.temperature == 0:
+            self.proposals.append((list(follower.request.token_ids), token_ids))
+        super().on_proposal(follower, token_ids)
+
+
+def record_drafters(monkeypatch: pytest.MonkeyPatch) -> list[RecordingDrafter]:
+    """Return a list to which each engine that starts from now on adds its drafter."""
+    made: list[RecordingDrafter] = []
+
+    def make_drafter(options: Speculation) -> RecordingDrafter:
+        made.append(RecordingDrafter(options))
+        return made[-1]
+
+    monkeypatch.setattr(startup, "make_drafter", make_drafter)
+    return made

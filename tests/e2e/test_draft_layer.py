@@ -12,16 +12,13 @@ import torch.nn.functional as F
 import transformers
 from agreement import VOCAB_SIZE, answers, assert_equal
 from checkpoints import make_checkpoint
-from drafters import EagerModelDrafter
+from drafters import RecordingDrafter, record_drafters
 from harness import LocalEngine, random_prompt
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 
-from eagleray.config.speculation import Speculation
-from eagleray.engine import startup
 from eagleray.errors import ConfigError
-from eagleray.scheduler.model_drafter import ProposedTokens
 
 BIASED = (7, 8)
 """Tokens that requests generate most often, so that some proposals are right."""
@@ -31,29 +28,9 @@ NUM_LAYERS = 2
 NAME = f"model.layers.{NUM_LAYERS}."
 
 
-class RecordingDrafter(EagerModelDrafter):
-    """Keeps the proposals for greedy requests, with the tokens before them."""
-
-    def __init__(self, options: Speculation) -> None:
-        super().__init__(options)
-        self.proposals: list[tuple[list[int], list[int]]] = []
-
-    def on_proposal(self, follower: ProposedTokens, token_ids: list[int]) -> None:
-        if token_ids and follower.request.sampling.temperature == 0:
-            self.proposals.append((list(follower.request.token_ids), token_ids))
-        super().on_proposal(follower, token_ids)
-
-
 @pytest.fixture
 def drafters(monkeypatch: pytest.MonkeyPatch) -> list[RecordingDrafter]:
-    made: list[RecordingDrafter] = []
-
-    def make_drafter(options: Speculation) -> RecordingDrafter:
-        made.append(RecordingDrafter(options))
-        return made[-1]
-
-    monkeypatch.setattr(startup, "make_drafter", make_drafter)
-    return made
+    return record_drafters(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 from agreement import VOCAB_SIZE, answers, assert_equal
 from checkpoints import make_checkpoint
-from drafters import EagerModelDrafter
+from drafters import RecordingDrafter, record_drafters
 from harness import Answer, LocalEngine, random_prompt
 
-from eagleray.config.speculation import Speculation
-from eagleray.engine import startup
 from eagleray.errors import ConfigError
 from eagleray.messages.steps import SleepWorker, WakeWorker, WorkerSlept, WorkerWoke
-from eagleray.scheduler.model_drafter import ProposedTokens
 
 LIMITS: dict[str, Any] = {
     "max_num_batched_tokens": 24,
@@ -26,30 +23,9 @@ LIMITS: dict[str, Any] = {
 }
 
 
-class RecordingDrafter(EagerModelDrafter):
-    """Keeps all proposals for greedy requests, with the tokens before them."""
-
-    def __init__(self, options: Speculation) -> None:
-        super().__init__(options)
-        self.proposals: list[tuple[list[int], list[int]]] = []
-
-    def on_proposal(self, follower: ProposedTokens, token_ids: list[int]) -> None:
-        if token_ids and follower.request.sampling.temperature == 0:
-            self.proposals.append((list(follower.request.token_ids), token_ids))
-        super().on_proposal(follower, token_ids)
-
-
 @pytest.fixture
 def drafters(monkeypatch: pytest.MonkeyPatch) -> list[RecordingDrafter]:
-    """Return the drafters of the engines that start, which draft without regard to times."""
-    made: list[RecordingDrafter] = []
-
-    def make_drafter(options: Speculation) -> RecordingDrafter:
-        made.append(RecordingDrafter(options))
-        return made[-1]
-
-    monkeypatch.setattr(startup, "make_drafter", make_drafter)
-    return made
+    return record_drafters(monkeypatch)
 
 
 def config(draft: Path) -> dict[str, Any]:
