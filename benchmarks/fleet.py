@@ -163,7 +163,7 @@ class NullEngine:
         self._inbox: Inbox[Any] = Inbox(runtime_dir, self.engine.label, Codec[Any](ENGINE_INBOX).decode)
         self._outbox: Outbox[ClientId, EngineToClient] = Outbox(Codec[Any](ENGINE_OUTBOX).encode)
         self._running: dict[ClientId, dict[str, tuple[int, int]]] = {}
-        """Number of tokens that each request has got, and of those that it has to get."""
+        """For each request, the number of tokens received so far and the number it will generate."""
         self.joined = Joined(self.engine, self._inbox.address, INFO)
 
     def connect(self, client: ClientId, address: str) -> None:

@@ -101,7 +101,7 @@ class RowFailure(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True, array_like=True):
-    """What the draft model has done for a row."""
+    """Tokens that the draft model proposes for a row, and how much of the row it has cached."""
 
     token_ids: list[int]
     """Tokens that are likely to follow the row's last one; empty if its tokens are not all in the draft model's cache
@@ -126,7 +126,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     checked_logprobs: dict[int, list[TokenLogprobs]] = {}
     """Log-probabilities of these tokens by row, for the rows that asked for them."""
     proposals: dict[int, Proposal] = {}
-    """By row, for the rows of the plan's `proposals` that sampled."""
+    """Proposals by row. Only rows that the plan's `proposals` names and that sampled a token in this step have one."""
     draft_passes: list[tuple[int, float]] = []
     """Number of tokens, and seconds, of each pass of the draft model in this step."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}

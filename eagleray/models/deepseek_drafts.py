@@ -56,11 +56,11 @@ class DeepSeekDrafts(DeepSeekV3):
     def predict(
         self, hidden: Tensor, token_ids: Tensor, positions: Tensor, batch: ForwardBatch, cache: KVCache
     ) -> Tensor:
-        """Return states [n, hidden_size] of which `token_logits` predicts tokens, and which stand for the model's
-        hidden states where those are not known.
+        """Return hidden states [n, hidden_size], from which `token_logits` predicts tokens.
 
-        hidden: [n, hidden_size] the model's hidden states, or those that this has returned, at positions [n] of the
-        batch; token_ids: [n] tokens behind these. The next call may overwrite the result.
+        hidden: [n, hidden_size] hidden states at the positions [n] of the batch, from the model or, for tokens that the
+        model has not computed, from an earlier call of this method; token_ids: [n] the token that follows each
+        position. The next call may overwrite the result.
         """
         embedded = F.embedding(token_ids, self._embedding.operation) * (positions > 0).unsqueeze(1)
         eps = self.spec.norm_eps

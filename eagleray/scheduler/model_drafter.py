@@ -57,7 +57,7 @@ class ProposedTokens:
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
-    """Those that may come next."""
+    """The proposed tokens that have not been generated yet; empty once one of them was wrong."""
     position: int = 0
     """Number of tokens of the proposal that have come."""
     is_trial: bool = False
@@ -268,13 +268,15 @@ class ModelDrafter(Drafter[ProposedTokens]):
         *,
         is_trial: bool,
     ) -> list[int]:
-        """Return which of the requests `others`, whose tokens the draft model lacks, it computes: those that it has
-        begun, those whose drafts save more than the time for that, or else some for a trial. `gain`: the logarithm of
-        the speed without these requests."""
+        """Choose the requests whose missing tokens the draft model computes now. `others`: the indices in `asking` of
+        those that lack many tokens. Requests that it has begun come first, then those whose drafts are expected to
+        save more time than this takes, and if there are none, some for a trial. `gain`: the logarithm of the speed-up
+        that the step has without them."""
         begun = [index for index in others if asking[index].is_catching_up]
         if begun or self.saved_seconds < 0:
             return begun
-        # Their drafts share the passes and the further time of a step, so all are weighed together.
+        # All these requests are weighed together, because their drafts share the passes of the draft model and the step
+        # that checks them.
         caught_up = [one._replace(num_uncached=min(one.num_uncached, self._max_tokens)) for one in asking]
         _, gain_of_all = self._best_depth(caught_up, costs, num_rows)
         saved = (math.exp(-gain) - math.exp(-gain_of_all)) * costs.seconds(num_rows) / len(others)

@@ -72,7 +72,7 @@ class Request:
     """Prompt tokens found in the cache at the first admission; 0 again once reported to the client."""
     times: RequestTimes = field(default_factory=RequestTimes)
     follower: Any = None
-    """What the drafter has begun for the request (`Drafter.begin`); None without speculation, and before the first
+    """The drafter's state of the request, made by `Drafter.begin`; None without speculation, and before the first
     step."""
     run: Run | None = None
 

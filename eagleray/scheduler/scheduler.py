@@ -497,9 +497,8 @@ class Scheduler:
         return added is not None
 
     def _choose_proposals(self, draft: StepDraft, drafter: ModelDrafter) -> None:
-        """Choose the runs for which the draft model proposes tokens at the end of the step: some of those that generate
-        a token behind at least one other. Their block tables are extended for these tokens, unless too few blocks are
-        free."""
+        """Choose the runs for which the draft model proposes tokens at the end of the step, among those that generated
+        a token before. Their block tables are extended for these tokens, unless too few blocks are free."""
         asking = {}
         for run in draft.num_tokens:
             request = run.request
@@ -876,7 +875,7 @@ class Scheduler:
 
 
 def _tokens_of(row: int, sampled: Mapping[int, int], result: StepResult) -> list[int]:
-    """Return the tokens that a step sampled in a row: one, and those that its draft was checked with."""
+    """Return all tokens that a step sampled in a row: one, and with a draft those after each accepted token."""
     return [sampled[row], *result.checked_token_ids.get(row, ())]
 
 

@@ -27,14 +27,14 @@ MARGIN_BESIDE_PROMPT = 1.25
 """Time that a drafted token has to save in such a step, in units of the time that it takes."""
 
 FollowerT = TypeVar("FollowerT")
-"""What a drafter keeps for each request."""
+"""The state that a drafter keeps of a request."""
 
 
 class Candidate(NamedTuple):
     """A request for which tokens may be drafted."""
 
     follower: Any
-    """What the drafter has begun for the request."""
+    """The drafter's state of the request."""
     limit: int
     """Most tokens of its draft."""
 

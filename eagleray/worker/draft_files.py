@@ -17,8 +17,8 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def draft_directory(name: str, model: ModelConfig) -> Path:
-    """Return the directory of the draft model `name`. Raises `ConfigError` if there is none, or if its tokens are not
-    those of the model."""
+    """Return the directory of the draft model `name`. Raises `ConfigError` if it does not exist, or if the draft model
+    has another vocabulary or tokenizer than the model."""
     directory = Path(name).expanduser()
     if not directory.is_dir():
         raise ConfigError(

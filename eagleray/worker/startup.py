@@ -332,8 +332,8 @@ class LoadedWorker:
         return model
 
     def _draft_directory(self) -> Path | None:
-        """Return the directory of the draft model, or of the layer that drafts, on the rank that has it. Raises
-        `ConfigError` if it cannot draft for the model."""
+        """Return the directory from which this rank loads the draft model or the draft layer; None if it has neither.
+        Raises `ConfigError` if it cannot draft for the model."""
         options = speculation(self.setup.config.scheduling.speculative_config)
         if options is None or not options.has_model or not self.mesh.is_sampler:
             return None

@@ -53,7 +53,7 @@ class HeaderReader:
         self.position = position
         """Byte of the file that is read next."""
         self.field = ""
-        """What is being read, as errors name it."""
+        """The field or tensor being read, which errors mention."""
         self._path = path
         self._data = data
         self._end = min(len(data), MAX_HEADER_BYTES)
@@ -70,7 +70,8 @@ class HeaderReader:
         return self._unpack(UINT64)
 
     def count(self, least_bytes: int, limit: int = MAX_ENTRIES) -> int:
-        """Read the number of items that follow, each of which has at least so many bytes."""
+        """Read a count of items and check that they fit into the rest of the header if each takes at least this many
+        bytes."""
         return self._checked(self.uint64(), least_bytes, limit)
 
     def dimensions(self) -> list[int]:

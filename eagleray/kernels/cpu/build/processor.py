@@ -1,4 +1,4 @@
-"""What this machine's processor and system can do, as far as kernels are concerned."""
+"""The instruction sets that kernels may use here: those that the processor has and the system allows."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@
 //   keys    [head_dim / PAIR][lanes][PAIR]   a register holds 16 tokens: scores += dot(query pair, keys)
 //   values  [lanes / PAIR][head_dim][PAIR]   a register holds 16 features: results += dot(probability pair, values)
 //
-// With codes of 8 bits a register is read from half the memory: PAIR is 2. The scales of keys and then of values follow
-// the values of a block and kv head, bfloat16 [lanes] each (cache_format.h).
+// A cache of 8-bit codes has the same layout with PAIR = 2, so a register is filled from half as many bytes. The values of
+// each block and kv head are followed by the scales of its keys, then those of its values, each bfloat16 [lanes]
+// (cache_format.h).
 //
 // The cache begins as zeros. Lanes beyond block_size are never written. Lanes beyond the end of a row's context hold
 // numbers that another request left there, possibly NaN; none of them reaches a result.

@@ -169,7 +169,7 @@ inline Floats hide(Floats scores, Span visible) {
   return select_below(lanes, splat(float(visible.end)), behind_begin, hidden);
 }
 
-// Of each slice of a chunk: 16 scales of keys, and 16 of values.
+// The scales of a chunk: each slice has 16 for its keys and 16 for its values.
 struct SliceScales {
   const Bf16* keys[CHUNK_SLICES];
   const Bf16* values[CHUNK_SLICES];

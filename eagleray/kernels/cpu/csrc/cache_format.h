@@ -6,10 +6,10 @@
 //   int8  whole numbers from -127 to 127.
 //   fp8   float8 e4m3 from -448 to 448, without numbers between 0 and 2^-6, which are less than 4e-5 of the largest.
 //
-// What is multiplied with codes has a factor for each row: queries relative to the largest number of the
-// head, and the probabilities of a chunk times the scales of its values relative to the largest of them. Whole numbers
-// are multiplied with whole numbers of 16 bits, and their sums are exact: 256 x 127 x 32767 fits into 32 bits. Float8 is
-// multiplied with float.
+// Queries, and probabilities times the scales of their values, are converted before they are multiplied with codes: each
+// row is divided by its largest magnitude, and the result is multiplied by a factor that makes up for it. For int8 they
+// become whole numbers of 16 bits, and their sums are exact: 256 x 127 x 32767 fits into 32 bits. For fp8 they stay
+// float32.
 #pragma once
 
 #include "attention.h"
@@ -122,8 +122,9 @@ struct Fp8Cache {
   }
 };
 
-// Convert whole vectors of numbers to those that are multiplied with codes, and return the factor of the results, which
-// is NaN if a number is infinite or NaN. That of zeros is not 0, because a hidden score of -inf is multiplied by it.
+// Convert a row of queries or probabilities, in whole vectors, for products with codes. Returns the factor by which the
+// results must be multiplied: NaN if a number is infinite or NaN, and 1 for zeros, since a hidden score of -inf times 0
+// would be NaN.
 template <class Format>
 __attribute__((noinline)) float convert_numbers(const float* x, int64_t size, typename Format::Number* to) {
   const float most = magnitude(x, size);

@@ -26,8 +26,7 @@ namespace {
 
 constexpr int BLOCK_TILES = 8;
 constexpr int FEW_TILES = 2;         // up to this many, rows are not interleaved
-template <class T>
-constexpr int64_t BLOCK_PAIRS = 1024;  // along k, if there are several tiles: 4 KB of a row, 128 KB of a panel
+constexpr int BLOCK_PAIRS = 1024;    // along k, if there are several tiles: 4 KB of a row, 128 KB of a panel
 constexpr int BLOCK_PANELS = 4;      // computed for one part of k before the next part, if k has several
 
 // Memory of this thread for the blocks that it computes. It is kept, and grows to the size of the largest block.
@@ -92,7 +91,7 @@ class Block {
 
   int64_t num_parts() const {
     if (decodes_parts()) return divide_up(num_pairs, DECODED_PAIRS);
-    return num_tiles == 1 ? 1 : divide_up(num_pairs, BLOCK_PAIRS<T>);
+    return num_tiles == 1 ? 1 : divide_up(num_pairs, BLOCK_PAIRS);
   }
 
   // Visit panel after panel. A long k is divided into parts; each part is visited for a few panels, whose sums are kept
