@@ -25,9 +25,10 @@ export PYTHONDONTWRITEBYTECODE :=
 serve: $(SERVE_READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
+# Three at a time on two cores, because end-to-end tests and those on Ray wait for processes a third of their time.
 test: $(READY)  ## Everything that must hold before a change lands.
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-rules warm
-	$(BIN)/python -m pytest -n 2 -m "$(CHEAP_TESTS)"
+	$(BIN)/python -m pytest -n 3 -m "$(CHEAP_TESTS)"
 
 # Imports each module of the tests, which writes bytecode, and has the kernels compiled, on the core that is idle while
 # types are checked. Else every worker of pytest would do the first of these for itself, and wait for the second.

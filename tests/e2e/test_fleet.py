@@ -167,6 +167,7 @@ def test_fleet_engine_killed_streams_have_all_tokens(server, http):
     assert wait_until_whole(http, 2)[rank] == incarnation + 1
 
 
+@pytest.mark.grid  # both are killed one after another, and in chaos within seconds
 def test_fleet_both_engines_killed_streams_have_all_tokens(server, http):
     there = wait_until_whole(http, 2)
     expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)

@@ -73,7 +73,7 @@ def test_connect_without_an_address_starts_a_cluster_that_stops_with_the_connect
     ("victim", "name"),
     [
         pytest.param("raylet", "raylet", marks=pytest.mark.grid),  # test_ray_serve.py kills it too
-        ("gcs_server", "control store"),
+        pytest.param("gcs_server", "control store", marks=pytest.mark.slow),
     ],
 )
 def test_connect_local_cluster_that_dies_ends_the_program_and_leaves_nothing(
@@ -160,6 +160,7 @@ def test_check_reachable_server_that_does_not_answer_is_refused(monkeypatch: pyt
         connection.close()
 
 
+@pytest.mark.slow
 def test_connect_cluster_that_demands_a_token(home: Path) -> None:
     program = subprocess.Popen(
         [sys.executable, str(HERE / "token_program.py")],

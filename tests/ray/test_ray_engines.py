@@ -398,6 +398,7 @@ async def test_ray_launcher_node_removed_is_cluster_lost(cluster, add_node: AddN
         )
 
 
+@pytest.mark.slow  # test_ray_workers.py removes the node of a worker
 @in_loop
 async def test_ray_launcher_node_removed_during_bind_is_worker_lost(cluster, add_node, tmp_path):
     """The replacement is placed on the node that is left."""

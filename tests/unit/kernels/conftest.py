@@ -16,13 +16,16 @@ from eagleray.kernels.cpu.build.sources import SOURCE_DIRECTORY
 from eagleray.kernels.cpu.build.variants import VARIANTS, Variant, best_variant
 
 MACHINE = platform.machine()
+OTHER = "avx512_bf16" if best_variant(MACHINE, processor_capabilities()).name == "amx" else "avx2"
+"""The variant that `make test` tests beside the processor's own: each takes half a minute to compile, and they share
+their parts. The grid has them all."""
 
 
 def variant_parameter(variant: Variant) -> object:
     marks = []
     if variant.architecture == "aarch64" != MACHINE:
         marks.append(pytest.mark.aarch64)
-    elif variant.name in ("avx512", "portable"):  # take half a minute to compile, and share their parts with others
+    elif variant.name != OTHER:
         marks.append(pytest.mark.grid)
     return pytest.param(variant, id=variant.name, marks=marks)
 

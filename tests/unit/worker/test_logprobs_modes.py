@@ -110,7 +110,7 @@ def check(report: TokenLogprobs, expected: torch.Tensor, *, is_logits: bool) -> 
 def test_sampler_reports_numbers_of_its_mode(kind: str, mode: str, vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     num_checked = num_dropped = 0
-    for _ in range(6 if kind == "host" else 1):  # the kernels are interpreted
+    for _ in range(6 if kind == "host" and vocab_size < 600 else 1):  # the kernels are interpreted
         requests = [random_request(rng, vocab_size) for _ in range(12)]
         for request in requests[:11]:
             request.sampling = replace(request.sampling, logprobs=int(rng.integers(0, 9)))

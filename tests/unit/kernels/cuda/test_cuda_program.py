@@ -72,9 +72,10 @@ def multiply_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rows", "window"),
     [
-        *((rows, 5) for rows in (DECODES, MIXED, LONG, [(4, 1)])),
+        *((rows, 5) for rows in (DECODES, MIXED, [(4, 1)])),
         (DECODES, None),
         *(pytest.param(rows, None, marks=pytest.mark.grid) for rows in (MIXED, LONG, [(4, 1)])),
+        pytest.param(LONG, 5, marks=pytest.mark.grid),
     ],
 )
 def test_run_batch_padded_to_its_bucket_has_the_bits_of_the_list(
