@@ -18,8 +18,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from eagleray.errors import CheckpointError, InvalidRequest
 from eagleray.grammars.lark_rules import Definition, SpecialTokens, check_end, check_num_rules
-from eagleray.grammars.llguidance_errors import NAMES, GrammarTooLarge, refusal
-from eagleray.grammars.llguidance_schemas import prepare_schema
+from eagleray.grammars.llguidance_errors import NAMES, GrammarTooLarge, refusal, unsupported_keywords
+from eagleray.grammars.llguidance_schemas import place_of_keyword, prepare_schema
 from eagleray.grammars.matcher import TokenMask, allow_only, forbid, mask_words
 from eagleray.grammars.structural_tag_lark import to_lark
 from eagleray.grammars.structural_tags import StructuralTag, name_field, parse_structural_tag, schemas_in
@@ -115,6 +115,9 @@ class LLGuidanceCompiler:
             raise
         except ValueError as error:
             raise refusal(str(error), grammar.kind) from None
+        if matcher.is_error():
+            message = matcher.get_error()
+            raise refusal(message, grammar.kind, _place_of_unsupported(message, grammar))
         compiled = LLGuidanceGrammar(matcher, self._ends)
         # The lexer is built when it is first used, so a limit may be hit only here, and so is a grammar without a text.
         compiled.check_first_tokens(self._vocab_size, grammar.kind)
@@ -255,6 +258,15 @@ def _check_size(grammar: Grammar) -> None:
         raise GrammarTooLarge(f"{name} has more than {most} characters", param=PARAM)
     if grammar.kind == "ebnf":
         check_num_rules(grammar.source)
+
+
+def _place_of_unsupported(message: str, grammar: Grammar) -> str | None:
+    """Return where a schema has the first of the keywords that a message names as unsupported, or None."""
+    keywords = unsupported_keywords(message)
+    if not keywords or grammar.kind != "json_schema":
+        return None
+    place = place_of_keyword(json.loads(grammar.source), keywords)
+    return place and place[-MAX_SHOWN_CHARS:]
 
 
 def _first_line(message: str) -> str:

@@ -10,11 +10,13 @@ from eagleray.messages.grammars import PARAM, GrammarKind
 EXPRESSIONS = "`pattern`, `regex` or `whitespace_pattern`"
 """Fields with regular expressions."""
 
+UNSUPPORTED_KEYWORDS = r"Unimplemented keys: \[(?P<keys>[^\]]*)\]"
+
 SENTENCES = (
     (
-        r"Unimplemented keys: \[(?P<keys>[^\]]*)\]",
-        "the JSON schema has keywords that are not supported: {keys}; leave them out, or check them after the answer "
-        "has come",
+        UNSUPPORTED_KEYWORDS,
+        "the JSON schema has keywords that are not supported: {keys}{place}; leave them out, or check them after the "
+        "answer has come",
     ),
     (
         "oneOf constraints are not supported",
@@ -71,13 +73,21 @@ class GrammarTooLarge(InvalidRequest):
     """A grammar is beyond a limit."""
 
 
-def refusal(message: str, kind: GrammarKind | None = None) -> InvalidRequest:
-    """Return the error for a grammar of this kind that llguidance refuses with this message."""
+def unsupported_keywords(message: str) -> list[str]:
+    """Return the keywords of a schema that a message of llguidance names as unsupported."""
+    found = re.search(UNSUPPORTED_KEYWORDS, message)
+    return re.findall('"([^"]+)"', found["keys"]) if found else []
+
+
+def refusal(message: str, kind: GrammarKind | None = None, place: str | None = None) -> InvalidRequest:
+    """Return the error for a grammar of this kind that llguidance refuses with this message. `place` is where a schema
+    has the first keyword that is not supported."""
     joined = " ".join(message.replace("<non-verbose/>", "").split())
     whole = joined[:MAX_MESSAGE]
     for expression, sentence in SENTENCES:
         if found := re.search(expression, joined):
             parts = {name: part.replace('"', "`")[:MAX_PART] for name, part in found.groupdict().items()}
+            parts["place"] = f", first at {place}" if place else ""
             return InvalidRequest(sentence.format(message=whole, **parts), param=PARAM)
     name = NAMES.get(kind or "", "the grammar")
     if LIMITS.search(whole):

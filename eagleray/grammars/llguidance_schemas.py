@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from decimal import Decimal, InvalidOperation
 from math import inf, lcm
 from typing import Any, NoReturn, TypeGuard
@@ -88,6 +88,27 @@ def prepare_schema(source: str, whitespace: str) -> str:
             param=PARAM,
         )
     return prepared
+
+
+def place_of_keyword(schema: Any, keywords: Collection[str], place: str = "#") -> str | None:
+    """Return where a schema, or one in it, has one of the keywords, as a JSON pointer, or None if nothing has one.
+    Names of properties, and values of `const` and `enum`, are no keywords."""
+    if isinstance(schema, dict) and not schema.keys().isdisjoint(keywords):
+        return place
+    found = (place_of_keyword(one, keywords, f"{place}/{name}") for name, one in _parts(schema))
+    return next(filter(None, found), None)
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what may be, or hold, schemas in a schema or a list, with its place in it."""
+    if isinstance(schema, list):
+        yield from ((str(number), one) for number, one in enumerate(schema))
+    elif isinstance(schema, dict):
+        for key, value in schema.items():
+            if key in NAMED_SCHEMAS and isinstance(value, dict):
+                yield from ((f"{key}/{name}", one) for name, one in value.items())
+            elif key not in (*VALUES, *ANNOTATIONS):
+                yield key, value
 
 
 def _parse(source: str) -> Any:
