@@ -20,7 +20,7 @@ def checked_model(model: ModelConfig) -> ModelConfig:
     pinned, see `prepare_model`. Raises `CheckpointError`, `ConfigError` and `DeadlineExceeded`."""
     from eagleray.client.answers.choose import choose_formats  # imports tokenizers, which --help does without
 
-    choose_formats(model, "")
+    choose_formats(model, None)
     check_whitespace(model.structured_outputs_whitespace, model.structured_outputs_backend)
     if model.chat_template is not None:  # before a download
         read_template(Path(model.chat_template).expanduser())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from eagleray.client.answers.formats import ReasoningFormat
 from eagleray.client.answers.reasoning_formats import ReasoningConfig
 from eagleray.client.text.tokenizer import Tokenizer
-from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.errors import InvalidRequest
 from eagleray.messages.grammars import Grammar
 from eagleray.messages.thinking import Thinking
 
@@ -14,20 +14,12 @@ SPACES_BEFORE_START = ("", "\n", "\n\n")
 
 
 class ThinkingBuilder:
-    """Thinking in one format. `eos_token_ids`: the model's.
-
-    Raises `ConfigError` for a `config` whose texts do not have the markers of the format.
-    """
+    """Thinking in one format, whose markers the texts of `config` have. `eos_token_ids`: the model's."""
 
     def __init__(
         self, format: ReasoningFormat, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], config: ReasoningConfig
     ) -> None:
-        start, end = config.reasoning_start_str, config.reasoning_end_str
-        if start not in ("", format.start) or (end and not end.endswith(format.end)):
-            raise ConfigError(
-                f"option `reasoning_config`: `reasoning_start_str` must be {format.start} and `reasoning_end_str` must "
-                f"end with {format.end}, which are the markers of the format {format.name}"
-            )
+        end = config.reasoning_end_str
         self._format = format
         self._tokenizer = tokenizer
         self._end = self._ids(format.end)

@@ -12,14 +12,14 @@ from eagleray.config.sections import ModelConfig
 from eagleray.errors import ConfigError
 
 
-def choose_formats(model: ModelConfig, chat_template: str) -> AnswerFormats:
-    """Return the formats for a model with this chat template. Raises `ConfigError` for an unknown name, and a plugin
-    that cannot be used."""
+def choose_formats(model: ModelConfig, chat_template: str | None) -> AnswerFormats:
+    """Return the formats for a model with this chat template; before it is read, it is None, and only formats that
+    options name are found. Raises `ConfigError` for an unknown name, and a plugin that cannot be used."""
     if model.tool_parser_plugin is not None:
         load_plugin("tool_parser_plugin", model.tool_parser_plugin)
     if model.reasoning_parser_plugin is not None:
         load_plugin("reasoning_parser_plugin", model.reasoning_parser_plugin)
-    tools = _tool_format(model.tool_call_parser, chat_template)
+    tools = _tool_format(model.tool_call_parser, chat_template or "")
     if tools is not None and model.tool_strict_level != "auto":
         _check_strict_level(model.tool_strict_level, tools)
     return AnswerFormats(

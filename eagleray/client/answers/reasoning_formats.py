@@ -117,15 +117,17 @@ def reasoning_config(model: ModelConfig) -> ReasoningConfig:
         ) from None
 
 
-def choose_reasoning_format(model: ModelConfig, template: str) -> ReasoningFormat | None:
-    """Return the format that the options name, or else that of the chat template. Raises `ConfigError`, also for
-    markers in `reasoning_config` without a format that has them."""
+def choose_reasoning_format(model: ModelConfig, template: str | None) -> ReasoningFormat | None:
+    """Return the format that the options name, or else that of the chat template, which is None before it is read.
+    Raises `ConfigError`, also for markers in `reasoning_config` without a format that has them."""
     config = reasoning_config(model)
     name = model.reasoning_parser
     if name == "auto":
         name = config.reasoning_parser or name
     match name:
         case "auto":
+            if template is None:
+                return None
             found = find_reasoning_format(template)
         case "none" | "":
             found = None
@@ -139,7 +141,19 @@ def choose_reasoning_format(model: ModelConfig, template: str) -> ReasoningForma
             f"option `reasoning_config`: its markers have no effect, because {reason}: name a format by the option "
             "`reasoning_parser`, or leave them out"
         )
+    if found is not None:
+        _check_markers(config, found)
     return found
+
+
+def _check_markers(config: ReasoningConfig, format: ReasoningFormat) -> None:
+    """Raise `ConfigError` if the texts of the option do not have the markers of the format."""
+    start, end = config.reasoning_start_str, config.reasoning_end_str
+    if start not in ("", format.start) or (end and not end.endswith(format.end)):
+        raise ConfigError(
+            f"option `reasoning_config`: `reasoning_start_str` must be {format.start} and `reasoning_end_str` must end "
+            f"with {format.end}, which are the markers of the format {format.name}"
+        )
 
 
 def find_reasoning_format(template: str) -> ReasoningFormat | None:
