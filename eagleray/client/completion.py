@@ -20,7 +20,7 @@ from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.identity import FIRST_WEIGHT_VERSION
 from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import Chunk, FinishReason
+from eagleray.messages.outputs import Chunk, FinishReason, TokenLogprobs
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import SamplingParams
 
@@ -133,10 +133,14 @@ class Completion:
     def has_unread_tokens(self) -> bool:
         return self._num_read_tokens < len(self.token_ids)
 
-    def append(self, token_id: int) -> None:
-        """Append the token of a step that brought nothing else. None may follow the end."""
+    def append(self, token_id: int, logprobs: TokenLogprobs | None = None, routed_experts: bytes = b"") -> None:
+        """Append the token of a step that brought nothing else but these. None may follow the end."""
         assert self.finish_reason is None, "a token after the end"
         self.token_ids.append(token_id)
+        if logprobs is not None and self._logprobs is not None:
+            self._logprobs.append(logprobs)
+        if routed_experts and self._routed_experts is not None:
+            self._routed_experts.rows += routed_experts
         self._num_visible = len(self.token_ids)
         if self._repetition is not None or self._has_stop_strings:
             self._find_end([token_id])

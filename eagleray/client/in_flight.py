@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Protocol
 
 from eagleray.client.completion import Completion
@@ -21,7 +22,7 @@ from eagleray.errors import DeadlineExceeded, EagleRayError, EngineFailed, Unava
 from eagleray.identity import ClientId, EngineId
 from eagleray.log import get_logger
 from eagleray.messages.membership import EngineInfo
-from eagleray.messages.outputs import Chunk, Chunks
+from eagleray.messages.outputs import Chunk, Chunks, TokenColumns
 from eagleray.messages.requests import Abort, Generate
 
 logger = get_logger(__name__)
@@ -116,6 +117,8 @@ class InFlightRequests:
                 request, completion = found
                 completion.append(token_id)
                 unwanted += self._after_output(request, completion)
+        if message.columns is not None:
+            unwanted += self._deliver_columns(message.engine, message.columns)
         if unwanted:
             self._send(message.engine, Abort(self._client, unwanted))
 
@@ -274,6 +277,22 @@ class InFlightRequests:
             self._remove(request)
             return others
         return self._after_output(request, completion, ends=chunk.finish_reason is not None)
+
+    def _deliver_columns(self, engine: EngineId, columns: TokenColumns) -> list[str]:
+        """Deliver a token with its details to each of some requests. Returns what `_deliver` does."""
+        unwanted: list[str] = []
+        for engine_request_id, token_id, logprobs, experts in zip(
+            columns.request_ids,
+            columns.token_ids,
+            columns.logprobs or repeat(None),
+            columns.routed_experts or repeat(b""),
+        ):
+            found = self._completions.get(engine_request_id)
+            if found is not None and found[0].engine == engine:
+                request, completion = found
+                completion.append(token_id, logprobs, experts)
+                unwanted += self._after_output(request, completion)
+        return unwanted
 
     def _after_output(self, request: ClientRequest, completion: Completion, *, ends: bool = False) -> Iterable[str]:
         """Notify the reader of a completion's new output, and remove the completion if it has finished. `ends`: whether

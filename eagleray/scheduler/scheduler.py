@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -25,7 +26,7 @@ from eagleray.messages.arrays import Array
 from eagleray.messages.failure import Failure
 from eagleray.messages.grammars import PARAM, Grammar
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import FinishReason, SchedulerStats, TokenLogprobs
+from eagleray.messages.outputs import FinishReason, SchedulerStats
 from eagleray.messages.requests import Generate
 from eagleray.messages.steps import RowFailure, StepPlan, StepResult
 from eagleray.scheduler.adapters import AdapterSlots
@@ -371,7 +372,7 @@ class Scheduler:
                 self._model_drafter.on_passes(result.draft_passes, num_rows=len(result.rows))
         outputs = StepOutputs()
         sampled = dict(zip(result.rows, result.token_ids, strict=True))
-        others = self._append_tokens(flight, sampled, result.logprobs, outputs)
+        others = self._append_tokens(flight, sampled, result, outputs)
         if others:
             outputs.chunks += self._make_chunks(others, flight, sampled, result)
         self._release_ended_runs(flight)
@@ -632,44 +633,55 @@ class Scheduler:
     # Parts of apply().
 
     def _append_tokens(
-        self,
-        flight: InFlightStep,
-        sampled: Mapping[int, int],
-        logprobs: Mapping[int, TokenLogprobs],
-        outputs: StepOutputs,
-    ) -> list[Run]:
-        """Append a token to the request of each steady run, unless it ends the request or comes with routed experts.
-        Return the other runs."""
-        others = []
-        for run in flight.runs:
+        self, flight: InFlightStep, sampled: Mapping[int, int], result: StepResult, outputs: StepOutputs
+    ) -> dict[Run, list[bytes]]:
+        """Append a token to the request of each steady run, unless it ends the request. Return the other runs, with the
+        routed experts that the step reports of each."""
+        others: dict[Run, list[bytes]] = {}
+        logprobs = result.logprobs
+        reported = iter(() if self._routed is None else self._routed.store(result))
+        for run, num_tokens in flight.runs.items():
             token_id = sampled.get(run.row)
             request = run.request
+            wants_experts = request.routed_experts_from is not None
             if (
                 run.num_computed_tokens <= run.steady_until
                 and token_id is not None
                 and token_id not in request.end_token_ids
-                and request.routed_experts_from is None
             ):
                 request.token_ids.append(token_id)
-                if logprobs and run.row in logprobs:
-                    outputs.chunks.append(request.make_chunk(token_ids=[token_id], logprobs=[logprobs[run.row]]))
+                if wants_experts:
+                    run.num_reported_tokens += 1
+                    request.routed_experts_from = run.num_reported_tokens
+                    detailed = request.request_id, token_id, logprobs.get(run.row), next(reported)
+                    outputs.detailed[request.client].append(detailed)
+                elif run.row in logprobs:
+                    detailed = request.request_id, token_id, logprobs[run.row], b""
+                    outputs.detailed[request.client].append(detailed)
                 else:
                     outputs.tokens[request.client][request.request_id] = token_id
             else:
-                others.append(run)
+                num_reported = num_tokens + len(flight.drafts.get(run, ())) if wants_experts else 0
+                others[run] = list(islice(reported, num_reported))
+        assert next(reported, None) is None, "the step reports the experts of more tokens than it computes"
         self._counters.num_generation_tokens += len(flight.runs) - len(others)
         return others
 
     def _make_chunks(
-        self, runs: Sequence[Run], flight: InFlightStep, sampled: Mapping[int, int], result: StepResult
+        self,
+        runs: Mapping[Run, list[bytes]],
+        flight: InFlightStep,
+        sampled: Mapping[int, int],
+        result: StepResult,
     ) -> list[AddressedChunk]:
-        """Apply the result of a step to some of its runs, and return their chunks."""
+        """Apply the result of a step to some of its runs, and return their chunks. `runs`: with the routed experts that
+        the step reports of each."""
         failures = {failure.row: failure for failure in result.failures}
         ended = set(result.ended)
-        deltas = self._store_routed_experts(flight, sampled, result)
         chunks = []
-        for run in runs:
-            row, routed = run.row, deltas.get(run, b"")
+        for run, experts in runs.items():
+            row = run.row
+            routed = self._new_routed_experts(run, experts, flight, sampled, result) if experts else b""
             if row in failures:
                 # The blocks are held until here even if the run has ended. Their content may be wrong.
                 self._cache.invalidate(run)
@@ -690,20 +702,16 @@ class Scheduler:
                 chunks.append(self._deliver(run, [], result, routed, flight.weight_version))
         return chunks
 
-    def _store_routed_experts(
-        self, flight: InFlightStep, sampled: Mapping[int, int], result: StepResult
-    ) -> Mapping[Run, bytes]:
-        """Store the routed experts of a step and return the part that is sent to each of its runs. Those of drafts that
-        were not accepted, or come after the last token of a request, are not a part of it."""
-        if self._routed is None:
-            return {}
-        runs = {}
-        for run, num_tokens in flight.runs.items():
-            num_drafts, num_accepted = len(flight.drafts.get(run, ())), 0
-            if num_drafts and run.row in sampled:
-                num_accepted = run.request.find_finish(_tokens_of(run.row, sampled, result))[0] - 1
-            runs[run] = (num_tokens + num_drafts, num_tokens + num_accepted)
-        return dict(zip(runs, self._routed.store(result, runs), strict=True))
+    def _new_routed_experts(
+        self, run: Run, experts: list[bytes], flight: InFlightStep, sampled: Mapping[int, int], result: StepResult
+    ) -> bytes:
+        """Return the routed experts to send to the request of a run. `experts`: those that the step reports of the run.
+        Those of drafts that were not accepted, or come after the last token of a request, are not sent."""
+        assert self._routed is not None
+        num_kept = flight.runs[run]
+        if run in flight.drafts and run.row in sampled:
+            num_kept += run.request.find_finish(_tokens_of(run.row, sampled, result))[0] - 1
+        return self._routed.take_new(run, experts, num_kept)
 
     def _deliver(
         self, run: Run, token_ids: list[int], result: StepResult, routed: bytes, weight_version: str
