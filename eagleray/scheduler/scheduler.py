@@ -38,7 +38,7 @@ from eagleray.scheduler.request import Request, Run, new_request
 from eagleray.scheduler.routed_experts import RoutedExpertsStore
 from eagleray.scheduler.running import InFlightStep, RowTable, StepDraft
 from eagleray.scheduler.speculation import Candidate, Drafter
-from eagleray.scheduler.step_outputs import AddressedChunk, StepOutputs
+from eagleray.scheduler.step_outputs import AddressedChunk, ClientOutputs, StepOutputs
 from eagleray.scheduler.timings import Counters, EngineHistograms
 from eagleray.scheduler.waiting import Backlog
 
@@ -103,6 +103,8 @@ class Scheduler:
             num_findable = num_blocks if enable_prefix_caching else 0
             self._routed = RoutedExpertsStore(routing, num_blocks=num_findable, block_size=block_size)
         self._requests: dict[tuple[ClientId, str], Request] = {}
+        self._clients: dict[ClientId, ClientId] = {}
+        """One object for each client, so that requests of one client are told by its identity, which takes no time."""
         self._waiting = Backlog()
         self._running = RowTable(max_num_seqs)
         self._in_flight: deque[InFlightStep] = deque()
@@ -178,6 +180,7 @@ class Scheduler:
             num_loads=self._num_loads,
             adapter=self.adapters.find(request.adapter, request.adapter_number) if request.adapter else None,
         )
+        state.client = self._clients.setdefault(state.client, state.client)
         if state.adapter is not None:
             self.adapters.retain(state.adapter)
         self._num_arrivals += 1
@@ -231,6 +234,7 @@ class Scheduler:
 
     def abort_client(self, client: ClientId) -> int:
         """Abort all requests of a client that has left, without chunks, and return their number."""
+        self._clients.pop(client, None)
         return len(self._abort([request for request in self._requests.values() if request.client == client]))
 
     # Stop and start of planning, changes of weights and cache.
@@ -312,8 +316,8 @@ class Scheduler:
         its tokens, than by planning ahead."""
         if self._drafter is None or self._num_stages > 1 or not any(flight.runs for flight in self._in_flight):
             return False
-        if any(run.is_drafting for run in self._running):
-            return True  # a step would go without these runs
+        if self._drafting_runs():
+            return True  # a step would go without them
         candidates = [
             candidate
             for run in self._running
@@ -371,10 +375,9 @@ class Scheduler:
             if self._model_drafter is not None and result.draft_passes:
                 self._model_drafter.on_passes(result.draft_passes, num_rows=len(result.rows))
         outputs = StepOutputs()
-        sampled = dict(zip(result.rows, result.token_ids, strict=True))
-        others = self._append_tokens(flight, sampled, result, outputs)
+        others = self._append_tokens(flight, result, outputs)
         if others:
-            outputs.chunks += self._make_chunks(others, flight, sampled, result)
+            outputs.add(self._make_chunks(others, flight, result))
         self._release_ended_runs(flight)
         return outputs
 
@@ -405,24 +408,42 @@ class Scheduler:
         turn = -(-len(self._running) // self._num_stages)
         runs = self._runs_to_continue()
         drafts = {} if self._drafter is None else self._choose_drafts(runs[:turn], draft.budget, self._drafter)
-        num_tokens_of = draft.num_tokens
-        for run in runs:
-            if not draft.budget or len(num_tokens_of) == turn:
+        steady: list[Run] = []
+        if len(runs) <= min(turn, draft.budget):  # else the step cannot have a token of each
+            steady = [
+                run
+                for run in runs
+                if run not in drafts
+                and (run.num_computed_tokens < run.steady_until or self._may_stay_steady(run, draft))
+            ]
+            draft.add_steady(steady)
+        others = runs if not steady else [run for run in runs if run not in draft.num_tokens]
+        for run in others:
+            if not draft.budget or len(draft.num_tokens) == turn:
                 break
-            if run.num_computed_tokens < run.steady_until:
-                num_tokens_of[run] = 1  # `StepDraft.add`, without the time of a call for each of hundreds of runs
-                draft.budget -= 1
-            elif run.is_current:
+            if run.is_current:
                 self._add_run(run, draft, drafts.get(run, []))
         # The runs advance only now, because a later one may have preempted an earlier one.
-        for run, num_tokens in num_tokens_of.items():
-            if run.num_computed_tokens < run.steady_until:
-                run.num_computed_tokens += 1  # `Run.advance`, for the same reason
-                run.num_known_tokens += 1
-            else:
-                if self._drafter is not None:
-                    draft.settle(run)
-                self._advance(run, num_tokens)
+        for run in steady:
+            run.num_computed_tokens += 1
+        for run in others:
+            if run in draft.num_tokens:
+                self._advance(run, draft.num_tokens[run])
+        if self._drafter is not None:
+            draft.settle()
+
+    def _may_stay_steady(self, run: Run, draft: StepDraft) -> bool:
+        """Allocate the block that a run needs to be steady in further steps. Returns False if it needs something else,
+        or if no block is free."""
+        if not 0 < run.steady_until < run.request.max_num_tokens - 2:
+            return False
+        added = self._cache.add_block(run)
+        if added is None:
+            return False
+        draft.new_blocks[run] = added
+        self._cache.commit(run)
+        run.steady_until = self._steady_until(run)
+        return True
 
     def _add_run(self, run: Run, draft: StepDraft, drafted: list[int]) -> None:
         """Add the uncomputed tokens of a run to the step, and drafted ones, as far as there is room."""
@@ -437,14 +458,21 @@ class Scheduler:
 
     def _runs_to_continue(self) -> list[Run]:
         """Return the running requests that the step may compute, in the order of their admission."""
-        if self._num_stages == 1 and self._drafter is None:
-            return list(self._running)
+        if self._num_stages == 1:
+            drafting = self._drafting_runs()
+            return [run for run in self._running if run not in drafting] if drafting else list(self._running)
         in_pipeline = self._runs_in_pipeline()
         return [
             run
             for run in self._running
             if run.num_uncomputed_tokens > 0 and run not in in_pipeline and not self._awaits_draft(run)
         ]
+
+    def _drafting_runs(self) -> set[Run]:
+        """Return the current runs of which a step in flight has or makes drafts. No other step may compute them."""
+        return {
+            run for flight in self._in_flight for run in (*flight.drafts, *flight.proposals) if run.is_current
+        }
 
     def _runs_in_pipeline(self) -> set[Run]:
         """Return the runs whose next token is being computed by a step in the pipeline. A further step of such a run
@@ -520,6 +548,7 @@ class Scheduler:
             if count and (added := self._cache.extend(run, min(most, run.request.max_num_tokens))) is not None:
                 draft.proposals[run] = count
                 run.is_proposing = True
+                run.steady_until = 0
                 if added:
                     draft.new_blocks[run] = [*draft.new_blocks.get(run, []), *added]
 
@@ -598,7 +627,7 @@ class Scheduler:
         num_prompt_tokens = run.request.num_prompt_tokens - run.num_computed_tokens
         if num_prompt_tokens > 0:
             self._counters.num_prompt_tokens += min(num_tokens, num_prompt_tokens)
-        run.advance(num_tokens)
+        run.num_computed_tokens += num_tokens
         self._cache.commit(run)
         if run.steady_until:
             run.steady_until = self._steady_until(run)
@@ -617,7 +646,9 @@ class Scheduler:
 
     def _make_plan(self, draft: StepDraft) -> StepPlan:
         plan = draft.make_plan(self._next_step, self._running.pop_freed_rows(), captures=self._routed is not None)
-        flight = InFlightStep(self._next_step, self._weight_version, draft.num_tokens, draft.drafts, draft.proposals)
+        flight = InFlightStep(
+            self._next_step, self._weight_version, draft.num_tokens, plan.rows, draft.drafts, draft.proposals
+        )
         self._in_flight.append(flight)
         self._next_step += 1
         self._is_rewound = False
@@ -633,49 +664,43 @@ class Scheduler:
     # Parts of apply().
 
     def _append_tokens(
-        self, flight: InFlightStep, sampled: Mapping[int, int], result: StepResult, outputs: StepOutputs
+        self, flight: InFlightStep, result: StepResult, outputs: StepOutputs
     ) -> dict[Run, list[bytes]]:
         """Append a token to the request of each steady run, unless it ends the request. Return the other runs, with the
         routed experts that the step reports of each."""
         others: dict[Run, list[bytes]] = {}
-        logprobs = result.logprobs
         reported = iter(() if self._routed is None else self._routed.store(result))
-        for run, num_tokens in flight.runs.items():
-            token_id = sampled.get(run.row)
+        client, to_client = None, ClientOutputs()
+        for (run, num_tokens), token_id in zip(flight.runs.items(), flight.token_ids_of(result), strict=True):
             request = run.request
-            wants_experts = request.routed_experts_from is not None
-            if (
-                run.num_computed_tokens <= run.steady_until
-                and token_id is not None
-                and token_id not in request.end_token_ids
-            ):
-                request.token_ids.append(token_id)
-                if wants_experts:
-                    run.num_reported_tokens += 1
-                    request.routed_experts_from = run.num_reported_tokens
-                    detailed = request.request_id, token_id, logprobs.get(run.row), next(reported)
-                    outputs.detailed[request.client].append(detailed)
-                elif run.row in logprobs:
-                    detailed = request.request_id, token_id, logprobs[run.row], b""
-                    outputs.detailed[request.client].append(detailed)
-                else:
-                    outputs.tokens[request.client][request.request_id] = token_id
-            else:
-                num_reported = num_tokens + len(flight.drafts.get(run, ())) if wants_experts else 0
+            if run.num_computed_tokens > run.steady_until or token_id is None or token_id in request.end_token_ids:
+                num_reported = num_tokens + len(flight.drafts.get(run, ())) if run.wants_routed_experts else 0
                 others[run] = list(islice(reported, num_reported))
-        assert next(reported, None) is None, "the step reports the experts of more tokens than it computes"
+                continue
+            request.token_ids.append(token_id)
+            if self._drafter is not None:
+                self._drafter.on_token(request.follower)
+            if request.client is not client:
+                client, to_client = request.client, outputs.by_client[request.client]
+            if not request.is_detailed:
+                to_client.tokens[request.request_id] = token_id
+                continue
+            experts = b""
+            if run.wants_routed_experts:
+                experts = next(reported)
+                run.num_reported_tokens += 1
+                request.routed_experts_from = run.num_reported_tokens
+            to_client.detailed.append((request.request_id, token_id, result.logprobs.get(run.row), experts))
+        assert next(reported, None) is None, "the step reports routed experts of more tokens than it computes"
         self._counters.num_generation_tokens += len(flight.runs) - len(others)
         return others
 
     def _make_chunks(
-        self,
-        runs: Mapping[Run, list[bytes]],
-        flight: InFlightStep,
-        sampled: Mapping[int, int],
-        result: StepResult,
+        self, runs: Mapping[Run, list[bytes]], flight: InFlightStep, result: StepResult
     ) -> list[AddressedChunk]:
         """Apply the result of a step to some of its runs, and return their chunks. `runs`: with the routed experts that
         the step reports of each."""
+        sampled = dict(zip(result.rows, result.token_ids, strict=True))
         failures = {failure.row: failure for failure in result.failures}
         ended = set(result.ended)
         chunks = []
@@ -744,7 +769,7 @@ class Scheduler:
             self._histograms.on_first_token(request.times)
         if finish is not None:
             self._remove(request)
-        elif self._drafter is None and weight_version == self._weight_version:
+        elif weight_version == self._weight_version:
             run.steady_until = self._steady_until(run)
         logprobs = []
         if run.row in result.logprobs:
