@@ -1,9 +1,14 @@
 """Cost of a step beside the model, which is a mere table of rows here: in the scheduler, and on the way to the client.
 
-Every kind of step computes one token of each running request. `decode`: nothing else. `mixed`: in addition a long prompt
-takes the rest of the token budget, chunk by chunk; when it is computed, the next one follows. `routed`: all requests ask
-for their routed experts. `drafted`: tokens are drafted by n-grams, and the drafts are right. `undrafted`: no token repeats
-any, so that n-grams predict none.
+Every kind of step computes a token of each running request:
+
+- `decode`: nothing else.
+- `mixed`: in addition a long prompt takes the rest of the token budget, chunk by chunk; when it is computed, the next
+  one follows.
+- `routed`: all requests ask for their routed experts.
+- `rollout`: also for the log-probability of each token.
+- `drafted`: tokens are drafted by n-grams, and the drafts are right.
+- `undrafted`: no token repeats another, so that n-grams predict none.
 
 Times are those of the thread on its core, since the scheduler waits for nothing and other processes may share the core.
 """
@@ -12,7 +17,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +31,7 @@ from eagleray.errors import UserError
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.codec import Codec
 from eagleray.messages.membership import EngineInfo, RoutingInfo
-from eagleray.messages.outputs import Chunks
+from eagleray.messages.outputs import Chunks, TokenLogprobs
 from eagleray.messages.requests import Abort, Generate
 from eagleray.messages.sampling import Sampling, SamplingParams, Stopping
 from eagleray.messages.steps import StepPlan, StepResult
@@ -37,9 +41,9 @@ from eagleray.scheduler.scheduler import Scheduler
 from eagleray.scheduler.step_outputs import StepOutputs
 from eagleray_bench.figures import Summary, summarize
 
-Kind = Literal["decode", "mixed", "routed", "drafted", "undrafted"]
+Kind = Literal["decode", "mixed", "routed", "rollout", "drafted", "undrafted"]
 
-KINDS: tuple[Kind, ...] = ("decode", "mixed", "routed", "drafted", "undrafted")
+KINDS: tuple[Kind, ...] = ("decode", "mixed", "routed", "rollout", "drafted", "undrafted")
 
 CLIENT = ClientId("bench", 0)
 ENGINE = EngineId("bench", 0)
@@ -126,7 +130,8 @@ class EndlessRequests:
 
     def __init__(self, kind: str, num_requests: int, *, num_steps: int) -> None:
         self._is_mixed = kind == "mixed"
-        self._routing = ROUTING if kind == "routed" else None
+        self._routing = ROUTING if kind in ("routed", "rollout") else None
+        self._logprobs = 0 if kind == "rollout" else None
         drafter = HistoryDrafter(SPECULATION) if kind in ("drafted", "undrafted") and SPECULATION else None
         budget = max(MIN_BUDGET, num_requests + CHUNK_TOKENS)
         start_steps = 2 + num_requests * PROMPT_TOKENS // (budget - num_requests)
@@ -145,7 +150,7 @@ class EndlessRequests:
             routing=self._routing,
             drafter=drafter,
         )
-        self.model = RowCounter(self._routing, repeats=kind != "undrafted")
+        self.model = RowCounter(self._routing, has_logprobs=self._logprobs is not None, repeats=kind != "undrafted")
         self._client = ReceivingClient(
             self._scheduler,
             EngineInfo(
@@ -199,7 +204,7 @@ class EndlessRequests:
                 request_id=str(self._num_added),
                 client=CLIENT,
                 prompt_token_ids=[self._num_added] * num_tokens,
-                sampling=Sampling(seed=0),
+                sampling=Sampling(seed=0, logprobs=self._logprobs),
                 stopping=Stopping(max_tokens=max_tokens),
                 routed_experts_from=None if self._routing is None else 0,
             ),
@@ -218,7 +223,9 @@ class ReceivingClient:
 
     def send(self, message: Generate, routing: RoutingInfo | None) -> None:
         """Send a request to the scheduler."""
-        params = SamplingParams(return_routed_experts=routing is not None, detokenize=False)
+        params = SamplingParams(
+            return_routed_experts=routing is not None, logprobs=message.sampling.logprobs, detokenize=False
+        )
         self._requests.start(ClientRequest(message.request_id, [message], params, routing=routing))
 
     def receive(self, frames: list[Any]) -> None:
@@ -233,16 +240,16 @@ class ReceivingClient:
 
 
 class RowCounter:
-    """The rows of a worker without a model: a row whose tokens are all computed samples one, and one for each draft that
-    is right."""
+    """The rows of a worker without a model: a row whose tokens are all computed samples one, and one more for each
+    draft that is right."""
 
-    def __init__(self, routing: RoutingInfo | None = None, *, repeats: bool = True) -> None:
+    def __init__(self, routing: RoutingInfo | None, *, has_logprobs: bool, repeats: bool) -> None:
         self._routing = routing
+        self._has_logprobs = has_logprobs
         self._repeats = repeats
         self._num_computed: dict[int, int] = {}
         self._num_known: dict[int, int] = {}
         self._prompts: set[int] = set()
-        self._experts: deque[np.ndarray[Any, Any]] = deque()
 
     @property
     def has_prompt(self) -> bool:
@@ -272,7 +279,10 @@ class RowCounter:
                 checked[row] = self._check(row, drafts, sampled[-1])
             else:
                 self._num_known[row] += 1
-        result = StepResult(step=plan.step, rows=rows, token_ids=sampled, checked_token_ids=checked)
+        logprobs = {}
+        if self._has_logprobs:
+            logprobs = {row: TokenLogprobs([one], [-1.0], 1) for row, one in zip(rows, sampled, strict=True)}
+        result = StepResult(step=plan.step, rows=rows, token_ids=sampled, checked_token_ids=checked, logprobs=logprobs)
         return result if self._routing is None else self._with_experts(plan, result)
 
     def _check(self, row: int, drafts: Sequence[int], token_id: int) -> list[int]:
@@ -292,7 +302,9 @@ class RowCounter:
 
     def _with_experts(self, plan: StepPlan, result: StepResult) -> StepResult:
         assert self._routing is not None
-        num_tokens = sum(count for row, count in zip(plan.rows, plan.num_tokens, strict=True) if row in plan.capture_rows)
+        num_tokens = sum(
+            count for row, count in zip(plan.rows, plan.num_tokens, strict=True) if row in plan.capture_rows
+        )
         shape = (num_tokens, self._routing.num_layers, self._routing.top_k)
         return msgspec.structs.replace(
             result,

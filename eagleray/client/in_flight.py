@@ -297,6 +297,7 @@ class InFlightRequests:
             columns.token_ids,
             columns.logprobs or repeat(None),
             columns.routed_experts or repeat(b""),
+            strict=False,  # repeated values have no end
         ):
             if (found := completions.get(engine_request_id)) is not None:
                 request, completion = found

@@ -9,7 +9,6 @@ from __future__ import annotations
 from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
 
-
 MAX_LAST_PARTS = 64
 """Number of parts, mostly of one row, after which they are joined."""
 

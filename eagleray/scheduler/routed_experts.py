@@ -11,6 +11,7 @@ have routed experts."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class RoutedExpertsStore:
         by_token = np.ascontiguousarray(experts).reshape(-1).view(self._token_dtype)
         if len(self._by_slot):
             self._by_slot[result.routed_slots] = by_token
-        reported: list[bytes] = by_token.tolist()
+        reported: list[Any] = by_token.tolist()  # bytes, since the element has no fields
         return reported
 
     def take_new(self, run: Run, reported: Sequence[bytes], num_kept: int) -> bytes:

@@ -321,7 +321,7 @@ class Scheduler:
         candidates = [
             candidate
             for run in self._running
-            if run.num_placeholders and (candidate := self._candidate(run, self._drafter)) is not None
+            if (candidate := self._candidate(run, self._drafter)) is not None and run.num_placeholders
         ]
         if not candidates:
             return False
@@ -409,15 +409,16 @@ class Scheduler:
         runs = self._runs_to_continue()
         drafts = {} if self._drafter is None else self._choose_drafts(runs[:turn], draft.budget, self._drafter)
         steady: list[Run] = []
+        others = runs
         if len(runs) <= min(turn, draft.budget):  # else the step cannot have a token of each
+            undrafted = [run for run in runs if run not in drafts] if drafts else runs
             steady = [
                 run
-                for run in runs
-                if run not in drafts
-                and (run.num_computed_tokens < run.steady_until or self._may_stay_steady(run, draft))
+                for run in undrafted
+                if run.num_computed_tokens < run.steady_until or self._may_stay_steady(run, draft)
             ]
             draft.add_steady(steady)
-        others = runs if not steady else [run for run in runs if run not in draft.num_tokens]
+            others = [run for run in runs if run not in draft.num_tokens] if len(steady) < len(runs) else []
         for run in others:
             if not draft.budget or len(draft.num_tokens) == turn:
                 break
@@ -441,8 +442,8 @@ class Scheduler:
         if added is None:
             return False
         draft.new_blocks[run] = added
-        self._cache.commit(run)
         run.steady_until = self._steady_until(run)
+        self._cache.commit(run)
         return True
 
     def _add_run(self, run: Run, draft: StepDraft, drafted: list[int]) -> None:
@@ -470,9 +471,7 @@ class Scheduler:
 
     def _drafting_runs(self) -> set[Run]:
         """Return the current runs of which a step in flight has or makes drafts. No other step may compute them."""
-        return {
-            run for flight in self._in_flight for run in (*flight.drafts, *flight.proposals) if run.is_current
-        }
+        return {run for flight in self._in_flight for run in (*flight.drafts, *flight.proposals) if run.is_current}
 
     def _runs_in_pipeline(self) -> set[Run]:
         """Return the runs whose next token is being computed by a step in the pipeline. A further step of such a run
@@ -494,12 +493,13 @@ class Scheduler:
     def _choose_drafts(self, runs: Sequence[Run], budget: int, drafter: Drafter[Any]) -> dict[Run, list[int]]:
         """Return the drafts to compute behind the last tokens of some of these runs: those whose last token is known
         and the only one to compute. They leave room for a token of each run."""
-        candidates = {}
-        for run in runs:
-            if not run.num_placeholders and run.num_uncomputed_tokens == 1:
-                candidate = self._candidate(run, drafter)
-                if candidate is not None:
-                    candidates[run] = candidate
+        candidates = {
+            run: candidate
+            for run in runs
+            if (candidate := self._candidate(run, drafter)) is not None
+            and not run.num_placeholders
+            and run.num_uncomputed_tokens == 1
+        }
         if not candidates:
             return {}
         num_tokens = sum(run.num_uncomputed_tokens for run in runs)
@@ -663,23 +663,22 @@ class Scheduler:
 
     # Parts of apply().
 
-    def _append_tokens(
-        self, flight: InFlightStep, result: StepResult, outputs: StepOutputs
-    ) -> dict[Run, list[bytes]]:
+    def _append_tokens(self, flight: InFlightStep, result: StepResult, outputs: StepOutputs) -> dict[Run, list[bytes]]:
         """Append a token to the request of each steady run, unless it ends the request. Return the other runs, with the
         routed experts that the step reports of each."""
         others: dict[Run, list[bytes]] = {}
+        drafter = self._drafter
         reported = iter(() if self._routed is None else self._routed.store(result))
         client, to_client = None, ClientOutputs()
-        for (run, num_tokens), token_id in zip(flight.runs.items(), flight.token_ids_of(result), strict=True):
+        for run, token_id in zip(flight.runs, flight.token_ids_of(result), strict=True):
             request = run.request
             if run.num_computed_tokens > run.steady_until or token_id is None or token_id in request.end_token_ids:
-                num_reported = num_tokens + len(flight.drafts.get(run, ())) if run.wants_routed_experts else 0
+                num_reported = flight.runs[run] + len(flight.drafts.get(run, ())) if run.wants_routed_experts else 0
                 others[run] = list(islice(reported, num_reported))
                 continue
             request.token_ids.append(token_id)
-            if self._drafter is not None:
-                self._drafter.on_token(request.follower)
+            if drafter is not None:
+                drafter.on_token(request.follower)
             if request.client is not client:
                 client, to_client = request.client, outputs.by_client[request.client]
             if not request.is_detailed:
@@ -769,7 +768,7 @@ class Scheduler:
             self._histograms.on_first_token(request.times)
         if finish is not None:
             self._remove(request)
-        elif weight_version == self._weight_version:
+        elif weight_version == self._weight_version and not run.is_proposing:  # else a step in flight brings more
             run.steady_until = self._steady_until(run)
         logprobs = []
         if run.row in result.logprobs:

@@ -26,8 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=KINDS,
         default=list(KINDS),
-        help="decode: a token for each request. mixed: and a chunk of a long prompt. routed: with routed experts. drafted, "
-        "undrafted: with speculation by n-grams that are right, or that are never found (default: all)",
+        help="decode: a token for each request. mixed: and a chunk of a long prompt. routed: with routed experts. "
+        "rollout: also with log-probabilities. drafted, undrafted: with speculation by n-grams that are right, or that "
+        "are never found (default: all)",
     )
     add_result_flags(parser)
 
@@ -47,5 +48,7 @@ def _describe(figures: list[SchedulingFigures]) -> str:
     for one in figures:
         numbers = [number for part in (one.plan_us, one.apply_us, one.both_us) for number in (part.mean, part.p50)]
         numbers += [one.both_us.p99, one.send_us.mean, one.receive_us.mean]
-        rows.append([one.kind, str(one.num_requests), f"{one.num_tokens:.1f}", *(f"{number:.1f}" for number in numbers)])
+        rows.append(
+            [one.kind, str(one.num_requests), f"{one.num_tokens:.1f}", *(f"{number:.1f}" for number in numbers)]
+        )
     return table(headings, rows)
