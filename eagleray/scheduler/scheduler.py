@@ -56,7 +56,8 @@ COUNTED_STEPS = 4
 class Scheduler:
     """Continuous batching over one token budget: running requests come first, then waiting ones are admitted.
 
-    With pipeline stages, running requests take turns: each of the steps in flight computes different requests, so that
+    Where the budget has a token for each running request, a prompt gets only what these tokens leave of it. With
+    pipeline stages, running requests take turns: each of the steps in flight computes different requests, so that
     every stage has work. If `routing` is given, requests may ask for the routed experts of the model. If `pools`, each
     request finishes with the vector that the step of its last prompt token reports. With `drafter`, steps check
     drafts of tokens.
@@ -408,17 +409,9 @@ class Scheduler:
         turn = -(-len(self._running) // self._num_stages)
         runs = self._runs_to_continue()
         drafts = {} if self._drafter is None else self._choose_drafts(runs[:turn], draft.budget, self._drafter)
-        steady: list[Run] = []
-        others = runs
-        if len(runs) <= min(turn, draft.budget):  # else the step cannot have a token of each
-            undrafted = [run for run in runs if run not in drafts] if drafts else runs
-            steady = [
-                run
-                for run in undrafted
-                if run.num_computed_tokens < run.steady_until or self._may_stay_steady(run, draft)
-            ]
-            draft.add_steady(steady)
-            others = [run for run in runs if run not in draft.num_tokens] if len(steady) < len(runs) else []
+        # If the step cannot have a token of each run, all get theirs in the order of their admission.
+        steady = self._add_steady(runs, drafts, draft) if len(runs) <= min(turn, draft.budget) else []
+        others = [run for run in runs if run not in draft.num_tokens] if len(steady) < len(runs) else []
         for run in others:
             if not draft.budget or len(draft.num_tokens) == turn:
                 break
@@ -433,7 +426,16 @@ class Scheduler:
         if self._drafter is not None:
             draft.settle()
 
-    def _may_stay_steady(self, run: Run, draft: StepDraft) -> bool:
+    def _add_steady(self, runs: list[Run], drafts: Mapping[Run, list[int]], draft: StepDraft) -> list[Run]:
+        """Add a token of each steady run that has no draft, and return these runs."""
+        undrafted = [run for run in runs if run not in drafts] if drafts else runs
+        steady = [
+            run for run in undrafted if run.num_computed_tokens < run.steady_until or self._stays_steady(run, draft)
+        ]
+        draft.add_steady(steady)
+        return steady
+
+    def _stays_steady(self, run: Run, draft: StepDraft) -> bool:
         """Allocate the block that a run needs to be steady in further steps. Returns False if it needs something else,
         or if no block is free."""
         if not 0 < run.steady_until < run.request.max_num_tokens - 2:
