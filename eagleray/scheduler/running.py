@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from eagleray.messages.steps import NewRow, StepPlan, StepResult
@@ -86,11 +86,6 @@ class StepDraft:
     """Tokens that the workers must know to compute the runs of the step, by row."""
     is_short_of_blocks: bool = False
     """Whether a running request did not get its blocks or got them by a preemption; no request is admitted then."""
-
-    def add_steady(self, runs: Sequence[Run]) -> None:
-        """Add one token of each of these runs, before any other."""
-        self.num_tokens = dict.fromkeys(runs, 1)
-        self.budget -= len(runs)
 
     def add(self, run: Run, num_tokens: int, drafted: list[int] | None = None) -> None:
         self.num_tokens[run] = num_tokens

@@ -38,7 +38,7 @@ from eagleray.scheduler.request import Request, Run, new_request
 from eagleray.scheduler.routed_experts import RoutedExpertsStore
 from eagleray.scheduler.running import InFlightStep, RowTable, StepDraft
 from eagleray.scheduler.speculation import Candidate, Drafter
-from eagleray.scheduler.step_outputs import AddressedChunk, ClientOutputs, StepOutputs
+from eagleray.scheduler.step_outputs import AddressedChunk, DetailedToken, StepOutputs
 from eagleray.scheduler.timings import Counters, EngineHistograms
 from eagleray.scheduler.waiting import Backlog
 
@@ -432,7 +432,8 @@ class Scheduler:
         steady = [
             run for run in undrafted if run.num_computed_tokens < run.steady_until or self._stays_steady(run, draft)
         ]
-        draft.add_steady(steady)
+        draft.num_tokens = dict.fromkeys(steady, 1)
+        draft.budget -= len(steady)
         return steady
 
     def _stays_steady(self, run: Run, draft: StepDraft) -> bool:
@@ -462,7 +463,7 @@ class Scheduler:
     def _runs_to_continue(self) -> list[Run]:
         """Return the running requests that the step may compute, in the order of their admission."""
         if self._num_stages == 1:
-            drafting = self._drafting_runs()
+            drafting = None if self._drafter is None else self._drafting_runs()
             return [run for run in self._running if run not in drafting] if drafting else list(self._running)
         in_pipeline = self._runs_in_pipeline()
         return [
@@ -671,7 +672,9 @@ class Scheduler:
         others: dict[Run, list[bytes]] = {}
         drafter = self._drafter
         reported = iter(() if self._routed is None else self._routed.store(result))
-        client, to_client = None, ClientOutputs()
+        client: ClientId | None = None
+        tokens: dict[str, int] = {}
+        detailed: list[DetailedToken] = []
         for run, token_id in zip(flight.runs, flight.token_ids_of(result), strict=True):
             request = run.request
             if run.num_computed_tokens > run.steady_until or token_id is None or token_id in request.end_token_ids:
@@ -682,16 +685,17 @@ class Scheduler:
             if drafter is not None:
                 drafter.on_token(request.follower)
             if request.client is not client:
-                client, to_client = request.client, outputs.by_client[request.client]
+                client = request.client
+                tokens, detailed = outputs.by_client[client].tokens, outputs.by_client[client].detailed
             if not request.is_detailed:
-                to_client.tokens[request.request_id] = token_id
+                tokens[request.request_id] = token_id
                 continue
             experts = b""
             if run.wants_routed_experts:
                 experts = next(reported)
                 run.num_reported_tokens += 1
                 request.routed_experts_from = run.num_reported_tokens
-            to_client.detailed.append((request.request_id, token_id, result.logprobs.get(run.row), experts))
+            detailed.append((request.request_id, token_id, result.logprobs.get(run.row), experts))
         assert next(reported, None) is None, "the step reports routed experts of more tokens than it computes"
         self._counters.num_generation_tokens += len(flight.runs) - len(others)
         return others
