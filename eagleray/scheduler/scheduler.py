@@ -417,7 +417,9 @@ class Scheduler:
                 break
             if run.is_current:
                 self._add_run(run, draft, drafts.get(run, []))
-        # The runs advance only now, because a later one may have preempted an earlier one.
+        # The runs advance only now, because some of them may have been preempted for others.
+        if draft.is_short_of_blocks:
+            steady = [run for run in steady if run.is_current]
         for run in steady:
             run.num_computed_tokens += 1
         for run in others:
