@@ -135,7 +135,8 @@ class Simulation:
         if self._noise and self._random.random() < DELAYED:
             noise *= 1 + 3 * self._random.random()
         outputs = self.scheduler.apply(result, seconds=milliseconds * noise / 1e3)
-        num_finished = sum(chunk.finish_reason is not None for _, chunk in outputs.chunks)
+        chunks = [chunk for one in outputs.by_client.values() for chunk in one.chunks]
+        num_finished = sum(chunk.finish_reason is not None for chunk in chunks)
         return 0.0 if plan.new_rows else milliseconds, num_finished
 
     def _result(self, plan: StepPlan) -> StepResult:

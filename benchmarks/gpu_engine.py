@@ -141,10 +141,9 @@ class BenchmarkEngine:
         num_finished = num_tokens = 0
         while num_finished < num_requests:
             outputs = core.step(lambda chunks: None)
-            num_tokens += sum(map(len, outputs.tokens.values()))
-            for _, chunk in outputs.chunks:
-                num_finished += chunk.finish_reason is not None
-                num_tokens += len(chunk.token_ids)
+            for one in outputs.by_client.values():
+                num_finished += sum(chunk.finish_reason is not None for chunk in one.chunks)
+                num_tokens += len(one.tokens) + sum(len(chunk.token_ids) for chunk in one.chunks)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{num_tokens} tokens after {time.perf_counter() - began:.0f} s")
         assert num_tokens == num_requests * num_output, f"{num_tokens} tokens were generated"

@@ -20,7 +20,7 @@ from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.identity import FIRST_WEIGHT_VERSION
 from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import Chunk, FinishReason
+from eagleray.messages.outputs import Chunk, FinishReason, TokenLogprobs
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import SamplingParams
 
@@ -133,6 +133,14 @@ class Completion:
     def has_unread_tokens(self) -> bool:
         return self._num_read_tokens < len(self.token_ids)
 
+    def append_detailed(self, token_id: int, logprobs: TokenLogprobs | None, routed_experts: bytes) -> None:
+        """Append the token of a step that brought nothing else but these. None may follow the end."""
+        if logprobs is not None and self._logprobs is not None:
+            self._logprobs.append(logprobs)
+        if routed_experts and self._routed_experts is not None:
+            self._routed_experts.append(routed_experts)
+        self.append(token_id)
+
     def append(self, token_id: int) -> None:
         """Append the token of a step that brought nothing else. None may follow the end."""
         assert self.finish_reason is None, "a token after the end"
@@ -151,7 +159,7 @@ class Completion:
         if chunk.logprobs and self._logprobs is not None:
             self._logprobs.extend(chunk.logprobs)
         if self._routed_experts is not None:
-            self._routed_experts.rows += chunk.routed_experts
+            self._routed_experts.append(chunk.routed_experts)
             if chunk.finish_reason is FinishReason.STOP or chunk.finish_reason is FinishReason.LENGTH:
                 self._routed_experts.check_complete(len(self.token_ids))
         self.finish_reason = chunk.finish_reason

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Protocol
 
 from eagleray.client.completion import Completion
@@ -21,7 +23,7 @@ from eagleray.errors import DeadlineExceeded, EagleRayError, EngineFailed, Unava
 from eagleray.identity import ClientId, EngineId
 from eagleray.log import get_logger
 from eagleray.messages.membership import EngineInfo
-from eagleray.messages.outputs import Chunk, Chunks
+from eagleray.messages.outputs import Chunk, Chunks, TokenColumns
 from eagleray.messages.requests import Abort, Generate
 
 logger = get_logger(__name__)
@@ -68,8 +70,8 @@ class InFlightRequests:
         self._clock = clock
         self._requests: dict[str, ClientRequest] = {}
         """The requests by their ids, in order of arrival."""
-        self._completions: dict[str, tuple[ClientRequest, Completion]] = {}
-        """The unfinished completions of assigned requests, by the id that their engine knows them under."""
+        self._completions: defaultdict[EngineId, dict[str, tuple[ClientRequest, Completion]]] = defaultdict(dict)
+        """The unfinished completions by their engine, and by the id that it knows them under."""
         self.on_first_token: Callable[[ClientRequest], None] = lambda request: None
         """Called when the first token of a request has come."""
 
@@ -105,17 +107,23 @@ class InFlightRequests:
 
     def deliver(self, message: Chunks) -> None:
         """Deliver the output of a step. That of requests that have finished here, or have moved, is dropped."""
+        completions = self._completions.get(message.engine)
+        if completions is None:
+            return
         unwanted: list[str] = []
         for chunk in message.chunks:
-            found = self._completions.get(chunk.request_id)
-            if found is not None and found[0].engine == message.engine:
+            if (found := completions.get(chunk.request_id)) is not None:
                 unwanted += self._deliver(*found, chunk)
         for engine_request_id, token_id in message.tokens.items():
-            found = self._completions.get(engine_request_id)
-            if found is not None and found[0].engine == message.engine:
+            if (found := completions.get(engine_request_id)) is not None:
                 request, completion = found
                 completion.append(token_id)
-                unwanted += self._after_output(request, completion)
+                if completion.finish_reason is None:
+                    request.notify_reader(done=False)
+                else:
+                    unwanted += self._on_finished(request, completion)
+        if message.columns is not None:
+            unwanted += self._deliver_columns(completions, message.columns)
         if unwanted:
             self._send(message.engine, Abort(self._client, unwanted))
 
@@ -178,9 +186,8 @@ class InFlightRequests:
         self._router.remove_engine(engine, cause=message, will_restart=will_restart, is_planned=is_planned)
         now = self._clock()
         num_before = len(self._requests)
+        self._completions.pop(engine, None)
         for request in [request for request in self._requests.values() if request.engine == engine]:
-            for engine_request_id in request.engine_request_ids:
-                del self._completions[engine_request_id]
             request.interrupted_at = now if request.interrupted_at is None else request.interrupted_at
             if request.trace is not None:
                 event = "engine_left" if is_planned else "engine_exited"
@@ -240,7 +247,7 @@ class InFlightRequests:
         request.engine = decision.engine
         request.prefix_match = self._router.record_sent(decision, len(request.unfinished))
         for completion in request.unfinished.values():
-            self._completions[completion.engine_request_id] = (request, completion)
+            self._completions[request.engine][completion.engine_request_id] = (request, completion)
         return True
 
     def _send_all(self, engine: EngineId, messages: Sequence[Generate]) -> None:
@@ -273,23 +280,46 @@ class InFlightRequests:
             others = [other for other in request.engine_request_ids if other != chunk.request_id]
             self._remove(request)
             return others
-        return self._after_output(request, completion, ends=chunk.finish_reason is not None)
-
-    def _after_output(self, request: ClientRequest, completion: Completion, *, ends: bool = False) -> Iterable[str]:
-        """Notify the reader of a completion's new output, and remove the completion if it has finished. `ends`: whether
-        its engine has finished it. Returns what `_deliver` does."""
         if completion.finish_reason is None:
             request.notify_reader(done=False)
             return ()
+        # An end that the engine does not know is a stop string or a repetition, which the client looks for.
+        unwanted = self._on_finished(request, completion)
+        return () if chunk.finish_reason is not None else unwanted
+
+    def _deliver_columns(
+        self, completions: Mapping[str, tuple[ClientRequest, Completion]], columns: TokenColumns
+    ) -> list[str]:
+        """Deliver a token with its details to each of some completions. Returns what `_deliver` does."""
+        unwanted: list[str] = []
+        for engine_request_id, token_id, logprobs, experts in zip(
+            columns.request_ids,
+            columns.token_ids,
+            columns.logprobs or repeat(None),
+            columns.routed_experts or repeat(b""),
+            strict=False,  # repeated values have no end
+        ):
+            if (found := completions.get(engine_request_id)) is not None:
+                request, completion = found
+                completion.append_detailed(token_id, logprobs, experts)
+                if completion.finish_reason is None:
+                    request.notify_reader(done=False)
+                else:
+                    unwanted += self._on_finished(request, completion)
+        return unwanted
+
+    def _on_finished(self, request: ClientRequest, completion: Completion) -> Iterable[str]:
+        """Remove a completion that has finished, and notify the reader of its output. Return the id that its engine
+        knows it under."""
         engine_request_id = completion.engine_request_id
         if len(request.unfinished) > 1:
-            del request.unfinished[completion.index], self._completions[engine_request_id]
+            assert request.engine is not None
+            del request.unfinished[completion.index], self._completions[request.engine][engine_request_id]
             self._record_finished(request, 1)
             request.notify_reader(done=False)
         else:
             self._remove(request)
-        # An end that the engine does not know is a stop string or a repetition, which the client looks for.
-        return () if ends else (engine_request_id,)
+        return (engine_request_id,)
 
     def _on_early_chunk(self, request: ClientRequest, chunk: Chunk) -> None:
         """Note the progress of a request whose engine had not sent a token of it before this chunk."""
@@ -335,7 +365,7 @@ class InFlightRequests:
             request.timer.cancel()
         if request.engine is not None:
             for engine_request_id in request.engine_request_ids:
-                del self._completions[engine_request_id]
+                del self._completions[request.engine][engine_request_id]
             self._record_finished(request, len(request.unfinished))
         del self._requests[request.request_id]
         if request.engine is not None and self._router.is_drained(request.engine):

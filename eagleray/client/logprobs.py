@@ -35,10 +35,14 @@ class OutputLogprobs:
     def extend(self, reported: Iterable[TokenLogprobs]) -> None:
         """Append the next positions."""
         for one in reported:
-            self._token_ids.extend(one.token_ids)
-            self._logprobs.extend(one.logprobs)
-            self._ranks.append(one.rank)
-            self._ends.append(len(self._token_ids))
+            self.append(one)
+
+    def append(self, reported: TokenLogprobs) -> None:
+        """Append the next position."""
+        self._token_ids.extend(reported.token_ids)
+        self._logprobs.extend(reported.logprobs)
+        self._ranks.append(reported.rank)
+        self._ends.append(len(self._token_ids))
 
     def positions(self, start: int, end: int, *, num_requested: int, tokenizer: Tokenizer | None) -> list[Position]:
         """Return positions `start` to `end` - 1. The last `num_requested` tokens of each were requested by id."""

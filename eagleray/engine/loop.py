@@ -238,7 +238,7 @@ class EngineLoop:
         time.sleep(FLUSH_SECONDS)
 
     def _publish(self, chunks: list[AddressedChunk]) -> None:
-        self._publish_step(StepOutputs(chunks=chunks))
+        self._publish_step(StepOutputs.of(chunks))
 
     def _publish_step(self, outputs: StepOutputs) -> None:
         for client, message in outputs.messages(self._engine).items():

@@ -1,7 +1,8 @@
 """The members of the fleet, and the messages by which they learn of each other. Pure.
 
 A member is known by its identity with the incarnation: a replacement is another member with the same replica key.
-Owned by `FleetState`.
+Clients are told of all members. Engines are told of clients alone: those of an expert group learn of each other when
+they form it, and else the messages would grow with the square of the number of engines. Owned by `FleetState`.
 """
 
 from __future__ import annotations
@@ -63,20 +64,21 @@ class Membership:
         self._expected.add(member)
 
     def attach(self, member: MemberId, address: str, *, has_heartbeat: bool) -> None:
-        """Have `Attach` sent to a member whose inbox is bound at `address`. It receives every change from now on.
+        """Have `Attach` sent to a member whose inbox is bound at `address`. It is told of changes from now on.
 
         With `has_heartbeat` the member has to send heartbeats, or counts as silent.
         """
         self._expected.add(member)
         self._addresses[member] = address
+        is_client = isinstance(member, ClientId)
         missing = [msgspec.structs.replace(left, engine=self._info) for left in self._missing.values()]
         attach = Attach(
             member,
             supervisor="",
-            members=list(self._joined.values()),
-            missing=missing,
+            members=[joined for joined in self._joined.values() if is_client or isinstance(joined.member, ClientId)],
+            missing=missing if is_client else [],
             state=self._state,
-            history=list(self.history.events),
+            history=list(self.history.events) if is_client else [],
         )
         self._turn.act(Connect(member, address, attach, has_heartbeat))
 
@@ -87,7 +89,7 @@ class Membership:
         self._info = info or self._info
         self.history.record(joined)
         self._missing.pop(replica_key(member), None)
-        self._turn.send(joined, *(other for other in self._addresses if other != member))
+        self._publish(joined)
 
     def leave(self, left: Left, *, flushes: bool = False) -> None:
         """Publish that a member has left, unless it was not expected, and forget it. With `flushes`, messages that are
@@ -134,5 +136,9 @@ class Membership:
             self.history.record(left)
             if isinstance(left.member, EngineId):
                 self._missing[replica_key(left.member)] = left
-            self._turn.send(left, *self._addresses)
+            self._publish(left)
         return left
+
+    def _publish(self, change: Joined | Left) -> None:
+        receivers = self.clients if isinstance(change.member, EngineId) else self._addresses
+        self._turn.send(change, *(receiver for receiver in receivers if receiver != change.member))

@@ -68,7 +68,8 @@ ChildToParent = Bound | Ended
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """First message to a member: its identity, the supervisor's address and all present members."""
+    """First message to a member: its identity, the supervisor's address and the present members. An engine is told of
+    clients alone, and gets neither `missing` nor `history`."""
 
     member: MemberId
     """Identity of the receiver."""

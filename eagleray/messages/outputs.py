@@ -55,7 +55,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, eq=False):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Result of one step for one request, unless it is one token and nothing else: see `Chunks.tokens`."""
+    """Result of one step for one request, unless it is one of `Chunks.tokens` or `Chunks.columns`."""
 
     request_id: str
     token_ids: list[int] = []
@@ -92,14 +92,30 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Field of the request that such an error is about, if it is known."""
 
 
+class TokenColumns(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The next token of some requests, with its log-probabilities and routed experts: an entry of each list for each
+    request."""
+
+    request_ids: list[str]
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] = []
+    """Log-probabilities of the token if the request asked for them, else None. Empty if no request has any."""
+    routed_experts: list[bytes] = []
+    """[num_moe_layers, top_k] experts of the token before this one if the request asked for them, else no bytes. See
+    `Chunk.routed_experts`. Empty if no request has any."""
+
+
 class Chunks(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """All output of one step for one client."""
+    """All output of one step for one client. Each request is in one of the three. The first token of a request and its
+    last output come in chunks."""
 
     engine: EngineId
     chunks: list[Chunk]
     tokens: dict[str, int] = {}
-    """The token of each request for which the step has nothing else, by its id. The first token of a request and its
-    last output come in chunks."""
+    """The token of each request for which the step has nothing else, by its id."""
+    columns: TokenColumns | None = None
+    """Requests for which the step has a token that was asked for with log-probabilities or routed experts, and nothing
+    else."""
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):

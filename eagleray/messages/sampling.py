@@ -403,6 +403,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Thinking before the text; None if it has neither a limit nor a grammar after it."""
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether the log-probabilities of generated tokens are reported."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
+    @property
     def is_masked(self) -> bool:
         """Whether the generated tokens determine which tokens may come next."""
         return self.grammar is not None or self.thinking is not None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from hashlib import blake2b
 
 # 128 bits: two different prefixes with one hash are not to be expected before 2**64 blocks.
@@ -44,7 +45,17 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Allocate blocks for new content, each with one reference. The caller knows that there are enough."""
         assert count <= self.num_free
-        return [self._allocate_one() for _ in range(count)]
+        return [self.allocate_one() for _ in range(count)]
+
+    def allocate_one(self) -> int:
+        """Allocate a block with one reference. The caller knows that there is one."""
+        if self._free_uncached:
+            block = self._free_uncached.pop()
+        else:
+            block, _ = self._free_cached.popitem(last=False)
+            self._drop_hash(block)
+        self._ref_counts[block] = 1
+        return block
 
     def retain(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each of these cached blocks."""
@@ -99,15 +110,6 @@ class BlockPool:
             self._uncache(block)
         return True
 
-    def _allocate_one(self) -> int:
-        if self._free_uncached:
-            block = self._free_uncached.pop()
-        else:
-            block, _ = self._free_cached.popitem(last=False)
-            self._drop_hash(block)
-        self._ref_counts[block] = 1
-        return block
-
     def _uncache(self, block: int) -> None:
         self._drop_hash(block)
         if self._ref_counts[block] == 0:
@@ -133,12 +135,16 @@ def root_hash(cache_salt: str, update: int = 0, num_loads: int = 0, *, adapter: 
 
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], *, block_size: int, root: bytes) -> None:
     """Append the hashes of the full blocks of `token_ids` that `hashes` does not have yet."""
-    while (len(hashes) + 1) * block_size <= len(token_ids):
-        start = len(hashes) * block_size
-        hashes.append(_child_hash(hashes[-1] if hashes else root, token_ids[start : start + block_size]))
+    end = len(token_ids) - block_size
+    parent = hashes[-1] if hashes else root
+    for start in range(len(hashes) * block_size, end + 1, block_size):
+        hasher = _BLOCK_HASHER.copy()  # takes half as long as a new one
+        hasher.update(parent + _packer(block_size)(*token_ids[start : start + block_size]))
+        parent = hasher.digest()
+        hashes.append(parent)
 
 
-def _child_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    hasher = _BLOCK_HASHER.copy()  # takes half as long as a new one
-    hasher.update(parent + struct.pack(f"<{len(token_ids)}I", *token_ids))
-    return hasher.digest()
+@cache
+def _packer(num_tokens: int) -> Callable[..., bytes]:
+    """Return the function that packs this number of token ids, which are little-endian on every machine."""
+    return struct.Struct(f"<{num_tokens}I").pack

@@ -66,20 +66,28 @@ class KVCacheManager:
         run.block_ids += added
         return added
 
+    def add_block(self, run: Run) -> list[int] | None:
+        """Add a block to the table of a run, and return it in a list, or None if none is free."""
+        if not self._pool.num_free:
+            return None
+        added = [self._pool.allocate_one()]
+        run.block_ids += added
+        return added
+
     def commit(self, run: Run) -> None:
         """Register the blocks whose tokens are all known and computed, or planned to be: a step writes the cache before
         it reads it, so requests of the same step may share them."""
         if not (self.enable_prefix_caching and run.is_cacheable):
             return
-        num_full = min(run.num_computed_tokens, len(run.request.token_ids)) // self.block_size
-        if num_full == run.num_committed_blocks:
+        request, num_committed = run.request, run.num_committed_blocks
+        num_full = min(run.num_computed_tokens, len(request.token_ids)) // self.block_size
+        if num_full == num_committed:
             return
-        self._extend_hashes(run.request)
-        has_routed_experts = run.request.routed_experts_from is not None
-        for index in range(run.num_committed_blocks, num_full):
-            self._pool.register(
-                run.block_ids[index], run.request.block_hashes[index], has_routed_experts=has_routed_experts
-            )
+        self._extend_hashes(request)
+        has_routed_experts = request.routed_experts_from is not None
+        for index in range(num_committed, num_full):
+            block, prefix_hash = run.block_ids[index], request.block_hashes[index]
+            self._pool.register(block, prefix_hash, has_routed_experts=has_routed_experts)
         run.num_committed_blocks = num_full
 
     def num_slots(self, run: Run) -> int:

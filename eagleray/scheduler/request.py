@@ -54,6 +54,8 @@ class Request:
     """Hashes of the first full blocks of `token_ids`; extended when needed."""
     prompt_logprobs_from: int = 1
     """First position whose prompt log-probabilities have not been delivered yet, if the request wants them."""
+    is_detailed: bool = False
+    """Whether the request wants log-probabilities or routed experts of its tokens."""
     routed_experts_from: int | None = None
     """First position whose routed experts have not been delivered yet; None if the request does not want them."""
     skip_reading_prefix_cache: bool = False
@@ -136,8 +138,6 @@ class Run:
     block_ids: list[int]
     num_computed_tokens: int
     """Number of tokens in the cache, or written there by a planned step."""
-    num_known_tokens: int
-    """Number of tokens that the worker will know when the planned steps are done."""
     num_reported_tokens: int
     """Number of tokens found in the cache, or written there by an applied step, if the request wants routed experts."""
     num_committed_blocks: int
@@ -146,11 +146,13 @@ class Run:
     """First step that computes tokens of this run."""
     num_initial_tokens: int
     """Number of tokens that the request had at its admission."""
+    wants_routed_experts: bool = False
     is_cacheable: bool = True
     """Whether other requests may find its blocks; False once the weights changed during the run."""
     steady_until: int = 0
     """Number of computed tokens up to which the run is steady: each step computes its last token and samples the next,
-    and nothing else happens to it unless that one ends the request. 0 while that is not known."""
+    and nothing else happens to it unless that one ends the request. A run that has reached it because its blocks are
+    full remains steady if there is another block. 0 while that is not known."""
     num_drafts: int = 0
     """Number of drafted tokens in the step in flight that computes this run. No other step may compute it meanwhile."""
     is_proposing: bool = False
@@ -179,9 +181,15 @@ class Run:
         return len(self.request.token_ids) > self.num_initial_tokens
 
     @property
+    def num_known_tokens(self) -> int:
+        """Number of tokens that the worker will know when the planned steps are done: a step that computes the last
+        known token samples the next one."""
+        return max(len(self.request.token_ids), self.num_computed_tokens + 1)
+
+    @property
     def num_placeholders(self) -> int:
         """Number of tokens that planned steps sample and whose ids only the worker knows so far."""
-        return self.num_known_tokens - len(self.request.token_ids)
+        return max(0, self.num_computed_tokens + 1 - len(self.request.token_ids))
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -190,16 +198,10 @@ class Run:
             return 0
         return self.num_known_tokens - self.num_computed_tokens
 
-    def advance(self, num_tokens: int) -> None:
-        """Note that a step computes the next `num_tokens` tokens and, if they are the last known, samples another."""
-        self.num_computed_tokens += num_tokens
-        self.num_known_tokens += self.num_computed_tokens == self.num_known_tokens
-
     def settle(self, token_ids: list[int]) -> None:
         """Note the tokens that the step in flight sampled, one for its placeholder and one for each accepted draft,
         before they are appended to the request."""
         self.num_computed_tokens += len(token_ids) - 1
-        self.num_known_tokens += len(token_ids) - 1
         if self.num_drafts:
             self.num_drafts = 0
             self.settled_token_ids = token_ids
@@ -207,7 +209,6 @@ class Run:
     def retreat(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` computed tokens, because all steps in flight are dropped."""
         self.num_computed_tokens -= num_tokens
-        self.num_known_tokens = len(self.request.token_ids)
         self.num_drafts = 0
         self.is_proposing = False
         self.steady_until = 0
@@ -267,6 +268,7 @@ def new_request(
         prompt_logprobs_from=message.prompt_logprobs_from,
         skip_reading_prefix_cache=message.skip_reading_prefix_cache,
         pools=message.pools,
+        is_detailed=message.sampling.wants_logprobs or message.routed_experts_from is not None,
         routed_experts_from=message.routed_experts_from,
         is_suspect=message.is_suspect,
         announce_start=message.announce_start or message.is_suspect,

@@ -10,7 +10,8 @@ have routed experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,44 +25,40 @@ class RoutedExpertsStore:
 
     def __init__(self, routing: RoutingInfo, *, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
-        self._token_bytes = routing.row_bytes
-        shape = (num_blocks * block_size, routing.num_layers, routing.top_k)
+        self._routing = routing
+        # The experts of a token are one element, so that numpy copies them, and makes bytes of them, at once.
+        self._token_dtype = np.dtype((np.void, routing.row_bytes))
         # zeros are not backed by memory until they are written
-        self._by_slot = np.zeros(shape, routing.dtype)
+        self._by_slot = np.zeros(num_blocks * block_size, self._token_dtype)
 
-    def store(self, result: StepResult, runs: Mapping[Run, tuple[int, int]]) -> list[bytes]:
-        """Store the experts that a step reports and return, for each run, the part that its request has not been sent.
-
-        They count as sent; an ended run gets none. `runs`: the runs of the step in the order of its plan, with the
-        number of tokens that it computed of each, and how many first ones of these are the request's: the others are
-        drafts that were not accepted.
-        """
+    def store(self, result: StepResult) -> list[bytes]:
+        """Store the experts that a step reports, and return those of each token, in the order of the plan."""
         experts = result.routed_experts
-        reported = b"" if experts is None else experts.tobytes()
-        if experts is not None and len(self._by_slot):
-            assert experts.dtype == self._by_slot.dtype and result.routed_slots is not None
-            self._by_slot[result.routed_slots] = experts
-        token_bytes, last = self._token_bytes, 0
-        deltas: list[bytes] = []
-        for run, (num_tokens, num_kept) in runs.items():
-            request = run.request
-            wanted_from = request.routed_experts_from
-            if wanted_from is None:
-                deltas.append(b"")
-                continue
-            first, last = last, last + num_tokens * token_bytes
-            start = run.num_reported_tokens
-            run.num_reported_tokens = end = start + num_kept
-            if wanted_from >= end or request.run is not run:
-                deltas.append(b"")
-                continue
-            request.routed_experts_from = end
-            if wanted_from < start:  # includes tokens found in the cache
-                deltas.append(self._by_slot[self._slots(run, wanted_from, end)].tobytes())
-            else:
-                deltas.append(reported[first + (wanted_from - start) * token_bytes : first + num_kept * token_bytes])
-        assert last == len(reported), f"the step reports {len(reported)} bytes of routed experts, not {last}"
-        return deltas
+        if experts is None:
+            return []
+        assert experts.dtype == self._routing.dtype and result.routed_slots is not None
+        by_token = np.ascontiguousarray(experts).reshape(-1).view(self._token_dtype)
+        if len(self._by_slot):
+            self._by_slot[result.routed_slots] = by_token
+        reported: list[Any] = by_token.tolist()  # bytes, since the element has no fields
+        return reported
+
+    def take_new(self, run: Run, reported: Sequence[bytes], num_kept: int) -> bytes:
+        """Return the experts that the request of a run has not been sent, which count as sent then; none if the run has
+        ended. `reported`: those that the step reports of the run. `num_kept`: the number of first ones that are the
+        request's: the others are those of drafts that were not accepted."""
+        request = run.request
+        wanted_from = request.routed_experts_from
+        assert wanted_from is not None and num_kept <= len(reported)
+        start = run.num_reported_tokens
+        run.num_reported_tokens = end = start + num_kept
+        if wanted_from >= end or request.run is not run:
+            return b""
+        request.routed_experts_from = end
+        if wanted_from < start:  # includes tokens found in the cache
+            found: bytes = self._by_slot[self._slots(run, wanted_from, end)].tobytes()
+            return found
+        return b"".join(reported[wanted_from - start : num_kept])
 
     def _slots(self, run: Run, start: int, end: int) -> list[int]:
         size = self._block_size

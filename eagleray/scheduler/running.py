@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from eagleray.messages.steps import NewRow, StepPlan
+from eagleray.messages.steps import NewRow, StepPlan, StepResult
 from eagleray.scheduler.request import Request, Run
 
 
@@ -38,12 +38,12 @@ class RowTable:
             row=heapq.heappop(self._free),
             block_ids=block_ids,
             num_computed_tokens=num_cached_tokens,
-            num_known_tokens=len(request.token_ids),
             num_reported_tokens=num_cached_tokens,
             num_committed_blocks=num_cached_blocks,
             first_step=step,
             num_initial_tokens=len(request.token_ids),
             num_draft_cached=num_cached_tokens,
+            wants_routed_experts=request.routed_experts_from is not None,
         )
         request.run = self._runs[run.row] = run
         return run
@@ -94,12 +94,15 @@ class StepDraft:
             self.drafts[run] = drafted
             self.budget -= len(drafted)
 
-    def settle(self, run: Run) -> None:
-        """Note the drafts of a run, and add the tokens by its drafts before, which the workers do not know yet."""
-        run.num_drafts = len(self.drafts.get(run, ()))
-        if run.settled_token_ids:
-            self.settled_rows.append((run.row, run.settled_token_ids))
-            run.settled_token_ids = []
+    def settle(self) -> None:
+        """Note the drafts of the runs, and add the tokens by their drafts before, which the workers do not know yet."""
+        for run, drafted in self.drafts.items():
+            run.num_drafts = len(drafted)
+            run.steady_until = 0
+        for run in self.num_tokens:
+            if run.settled_token_ids:
+                self.settled_rows.append((run.row, run.settled_token_ids))
+                run.settled_token_ids = []
 
     def make_plan(self, step: int, freed_rows: list[int], *, captures: bool) -> StepPlan:
         """Make the plan of the step with this number. `captures`: whether requests may want routed experts."""
@@ -108,7 +111,7 @@ class StepDraft:
             num_tokens = [count + len(self.drafts.get(run, ())) for run, count in self.num_tokens.items()]
         capture_rows = []
         if captures:
-            capture_rows = [run.row for run in self.num_tokens if run.request.routed_experts_from is not None]
+            capture_rows = [run.row for run in self.num_tokens if run.wants_routed_experts]
         return StepPlan(
             step=step,
             freed_rows=freed_rows,
@@ -139,6 +142,8 @@ class InFlightStep:
     """Version of the weights that compute it."""
     runs: dict[Run, int] = field(default_factory=dict)
     """Runs of the step and the number of tokens that it computes of each, without drafts."""
+    rows: list[int] = field(default_factory=list)
+    """Rows of these runs, in the same order."""
     drafts: dict[Run, list[int]] = field(default_factory=dict)
     proposals: dict[Run, int] = field(default_factory=dict)
     """See `StepDraft`."""
@@ -147,6 +152,13 @@ class InFlightStep:
     def num_tokens(self) -> int:
         """Number of tokens that the step computes."""
         return sum(self.runs.values()) + sum(map(len, self.drafts.values()))
+
+    def token_ids_of(self, result: StepResult) -> Iterable[int | None]:
+        """Return the first token that the step sampled in each of its rows, in their order, or None where it sampled
+        none."""
+        if result.rows == self.rows:  # nearly always
+            return result.token_ids
+        return map(dict(zip(result.rows, result.token_ids, strict=True)).get, self.rows)
 
     block_tables: list[list[int]] = field(default_factory=list)
     """Block tables of ended runs that this step still reads and writes; released when the step is applied."""

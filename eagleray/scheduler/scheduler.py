@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -25,7 +26,7 @@ from eagleray.messages.arrays import Array
 from eagleray.messages.failure import Failure
 from eagleray.messages.grammars import PARAM, Grammar
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import FinishReason, SchedulerStats, TokenLogprobs
+from eagleray.messages.outputs import FinishReason, SchedulerStats
 from eagleray.messages.requests import Generate
 from eagleray.messages.steps import RowFailure, StepPlan, StepResult
 from eagleray.scheduler.adapters import AdapterSlots
@@ -37,7 +38,7 @@ from eagleray.scheduler.request import Request, Run, new_request
 from eagleray.scheduler.routed_experts import RoutedExpertsStore
 from eagleray.scheduler.running import InFlightStep, RowTable, StepDraft
 from eagleray.scheduler.speculation import Candidate, Drafter
-from eagleray.scheduler.step_outputs import AddressedChunk, StepOutputs
+from eagleray.scheduler.step_outputs import AddressedChunk, DetailedToken, StepOutputs
 from eagleray.scheduler.timings import Counters, EngineHistograms
 from eagleray.scheduler.waiting import Backlog
 
@@ -55,7 +56,8 @@ COUNTED_STEPS = 4
 class Scheduler:
     """Continuous batching over one token budget: running requests come first, then waiting ones are admitted.
 
-    With pipeline stages, running requests take turns: each of the steps in flight computes different requests, so that
+    Where the budget has a token for each running request, a prompt gets only what these tokens leave of it. With
+    pipeline stages, running requests take turns: each of the steps in flight computes different requests, so that
     every stage has work. If `routing` is given, requests may ask for the routed experts of the model. If `pools`, each
     request finishes with the vector that the step of its last prompt token reports. With `drafter`, steps check
     drafts of tokens.
@@ -102,6 +104,8 @@ class Scheduler:
             num_findable = num_blocks if enable_prefix_caching else 0
             self._routed = RoutedExpertsStore(routing, num_blocks=num_findable, block_size=block_size)
         self._requests: dict[tuple[ClientId, str], Request] = {}
+        self._clients: dict[ClientId, ClientId] = {}
+        """One object for each client, so that requests of one client are told by its identity, which takes no time."""
         self._waiting = Backlog()
         self._running = RowTable(max_num_seqs)
         self._in_flight: deque[InFlightStep] = deque()
@@ -177,6 +181,7 @@ class Scheduler:
             num_loads=self._num_loads,
             adapter=self.adapters.find(request.adapter, request.adapter_number) if request.adapter else None,
         )
+        state.client = self._clients.setdefault(state.client, state.client)
         if state.adapter is not None:
             self.adapters.retain(state.adapter)
         self._num_arrivals += 1
@@ -230,6 +235,7 @@ class Scheduler:
 
     def abort_client(self, client: ClientId) -> int:
         """Abort all requests of a client that has left, without chunks, and return their number."""
+        self._clients.pop(client, None)
         return len(self._abort([request for request in self._requests.values() if request.client == client]))
 
     # Stop and start of planning, changes of weights and cache.
@@ -311,12 +317,12 @@ class Scheduler:
         its tokens, than by planning ahead."""
         if self._drafter is None or self._num_stages > 1 or not any(flight.runs for flight in self._in_flight):
             return False
-        if any(run.is_drafting for run in self._running):
-            return True  # a step would go without these runs
+        if self._drafting_runs():
+            return True  # a step would go without them
         candidates = [
             candidate
             for run in self._running
-            if run.num_placeholders and (candidate := self._candidate(run, self._drafter)) is not None
+            if (candidate := self._candidate(run, self._drafter)) is not None and run.num_placeholders
         ]
         if not candidates:
             return False
@@ -370,10 +376,9 @@ class Scheduler:
             if self._model_drafter is not None and result.draft_passes:
                 self._model_drafter.on_passes(result.draft_passes, num_rows=len(result.rows))
         outputs = StepOutputs()
-        sampled = dict(zip(result.rows, result.token_ids, strict=True))
-        others = self._append_tokens(flight, sampled, result.logprobs, outputs)
+        others = self._append_tokens(flight, result, outputs)
         if others:
-            outputs.chunks += self._make_chunks(others, flight, sampled, result)
+            outputs.add(self._make_chunks(others, flight, result))
         self._release_ended_runs(flight)
         return outputs
 
@@ -404,24 +409,47 @@ class Scheduler:
         turn = -(-len(self._running) // self._num_stages)
         runs = self._runs_to_continue()
         drafts = {} if self._drafter is None else self._choose_drafts(runs[:turn], draft.budget, self._drafter)
-        num_tokens_of = draft.num_tokens
-        for run in runs:
-            if not draft.budget or len(num_tokens_of) == turn:
+        # If the step cannot have a token of each run, all get theirs in the order of their admission.
+        steady = self._add_steady(runs, drafts, draft) if len(runs) <= min(turn, draft.budget) else []
+        others = [run for run in runs if run not in draft.num_tokens] if len(steady) < len(runs) else []
+        for run in others:
+            if not draft.budget or len(draft.num_tokens) == turn:
                 break
-            if run.num_computed_tokens < run.steady_until:
-                num_tokens_of[run] = 1  # `StepDraft.add`, without the time of a call for each of hundreds of runs
-                draft.budget -= 1
-            elif run.is_current:
+            if run.is_current:
                 self._add_run(run, draft, drafts.get(run, []))
-        # The runs advance only now, because a later one may have preempted an earlier one.
-        for run, num_tokens in num_tokens_of.items():
-            if run.num_computed_tokens < run.steady_until:
-                run.num_computed_tokens += 1  # `Run.advance`, for the same reason
-                run.num_known_tokens += 1
-            else:
-                if self._drafter is not None:
-                    draft.settle(run)
-                self._advance(run, num_tokens)
+        # The runs advance only now, because some of them may have been preempted for others.
+        if draft.is_short_of_blocks:
+            steady = [run for run in steady if run.is_current]
+        for run in steady:
+            run.num_computed_tokens += 1
+        for run in others:
+            if run in draft.num_tokens:
+                self._advance(run, draft.num_tokens[run])
+        if self._drafter is not None:
+            draft.settle()
+
+    def _add_steady(self, runs: list[Run], drafts: Mapping[Run, list[int]], draft: StepDraft) -> list[Run]:
+        """Add a token of each steady run that has no draft, and return these runs."""
+        undrafted = [run for run in runs if run not in drafts] if drafts else runs
+        steady = [
+            run for run in undrafted if run.num_computed_tokens < run.steady_until or self._stays_steady(run, draft)
+        ]
+        draft.num_tokens = dict.fromkeys(steady, 1)
+        draft.budget -= len(steady)
+        return steady
+
+    def _stays_steady(self, run: Run, draft: StepDraft) -> bool:
+        """Allocate the block that a run needs to be steady in further steps. Returns False if it needs something else,
+        or if no block is free."""
+        if not 0 < run.steady_until < run.request.max_num_tokens - 2:
+            return False
+        added = self._cache.add_block(run)
+        if added is None:
+            return False
+        draft.new_blocks[run] = added
+        run.steady_until = self._steady_until(run)
+        self._cache.commit(run)
+        return True
 
     def _add_run(self, run: Run, draft: StepDraft, drafted: list[int]) -> None:
         """Add the uncomputed tokens of a run to the step, and drafted ones, as far as there is room."""
@@ -436,14 +464,19 @@ class Scheduler:
 
     def _runs_to_continue(self) -> list[Run]:
         """Return the running requests that the step may compute, in the order of their admission."""
-        if self._num_stages == 1 and self._drafter is None:
-            return list(self._running)
+        if self._num_stages == 1:
+            drafting = None if self._drafter is None else self._drafting_runs()
+            return [run for run in self._running if run not in drafting] if drafting else list(self._running)
         in_pipeline = self._runs_in_pipeline()
         return [
             run
             for run in self._running
             if run.num_uncomputed_tokens > 0 and run not in in_pipeline and not self._awaits_draft(run)
         ]
+
+    def _drafting_runs(self) -> set[Run]:
+        """Return the current runs of which a step in flight has or makes drafts. No other step may compute them."""
+        return {run for flight in self._in_flight for run in (*flight.drafts, *flight.proposals) if run.is_current}
 
     def _runs_in_pipeline(self) -> set[Run]:
         """Return the runs whose next token is being computed by a step in the pipeline. A further step of such a run
@@ -465,12 +498,13 @@ class Scheduler:
     def _choose_drafts(self, runs: Sequence[Run], budget: int, drafter: Drafter[Any]) -> dict[Run, list[int]]:
         """Return the drafts to compute behind the last tokens of some of these runs: those whose last token is known
         and the only one to compute. They leave room for a token of each run."""
-        candidates = {}
-        for run in runs:
-            if not run.num_placeholders and run.num_uncomputed_tokens == 1:
-                candidate = self._candidate(run, drafter)
-                if candidate is not None:
-                    candidates[run] = candidate
+        candidates = {
+            run: candidate
+            for run in runs
+            if (candidate := self._candidate(run, drafter)) is not None
+            and not run.num_placeholders
+            and run.num_uncomputed_tokens == 1
+        }
         if not candidates:
             return {}
         num_tokens = sum(run.num_uncomputed_tokens for run in runs)
@@ -519,6 +553,7 @@ class Scheduler:
             if count and (added := self._cache.extend(run, min(most, run.request.max_num_tokens))) is not None:
                 draft.proposals[run] = count
                 run.is_proposing = True
+                run.steady_until = 0
                 if added:
                     draft.new_blocks[run] = [*draft.new_blocks.get(run, []), *added]
 
@@ -597,7 +632,7 @@ class Scheduler:
         num_prompt_tokens = run.request.num_prompt_tokens - run.num_computed_tokens
         if num_prompt_tokens > 0:
             self._counters.num_prompt_tokens += min(num_tokens, num_prompt_tokens)
-        run.advance(num_tokens)
+        run.num_computed_tokens += num_tokens
         self._cache.commit(run)
         if run.steady_until:
             run.steady_until = self._steady_until(run)
@@ -616,7 +651,9 @@ class Scheduler:
 
     def _make_plan(self, draft: StepDraft) -> StepPlan:
         plan = draft.make_plan(self._next_step, self._running.pop_freed_rows(), captures=self._routed is not None)
-        flight = InFlightStep(self._next_step, self._weight_version, draft.num_tokens, draft.drafts, draft.proposals)
+        flight = InFlightStep(
+            self._next_step, self._weight_version, draft.num_tokens, plan.rows, draft.drafts, draft.proposals
+        )
         self._in_flight.append(flight)
         self._next_step += 1
         self._is_rewound = False
@@ -631,45 +668,52 @@ class Scheduler:
 
     # Parts of apply().
 
-    def _append_tokens(
-        self,
-        flight: InFlightStep,
-        sampled: Mapping[int, int],
-        logprobs: Mapping[int, TokenLogprobs],
-        outputs: StepOutputs,
-    ) -> list[Run]:
-        """Append a token to the request of each steady run, unless it ends the request or comes with routed experts.
-        Return the other runs."""
-        others = []
-        for run in flight.runs:
-            token_id = sampled.get(run.row)
+    def _append_tokens(self, flight: InFlightStep, result: StepResult, outputs: StepOutputs) -> dict[Run, list[bytes]]:
+        """Append a token to the request of each steady run, unless it ends the request. Return the other runs, with the
+        routed experts that the step reports of each."""
+        others: dict[Run, list[bytes]] = {}
+        drafter = self._drafter
+        reported = iter(() if self._routed is None else self._routed.store(result))
+        client: ClientId | None = None
+        tokens: dict[str, int] = {}
+        detailed: list[DetailedToken] = []
+        for run, token_id in zip(flight.runs, flight.token_ids_of(result), strict=True):
             request = run.request
-            if (
-                run.num_computed_tokens <= run.steady_until
-                and token_id is not None
-                and token_id not in request.end_token_ids
-                and request.routed_experts_from is None
-            ):
-                request.token_ids.append(token_id)
-                if logprobs and run.row in logprobs:
-                    outputs.chunks.append(request.make_chunk(token_ids=[token_id], logprobs=[logprobs[run.row]]))
-                else:
-                    outputs.tokens[request.client][request.request_id] = token_id
-            else:
-                others.append(run)
+            if run.num_computed_tokens > run.steady_until or token_id is None or token_id in request.end_token_ids:
+                num_reported = flight.runs[run] + len(flight.drafts.get(run, ())) if run.wants_routed_experts else 0
+                others[run] = list(islice(reported, num_reported))
+                continue
+            request.token_ids.append(token_id)
+            if drafter is not None:
+                drafter.on_token(request.follower)
+            if request.client is not client:
+                client = request.client
+                tokens, detailed = outputs.by_client[client].tokens, outputs.by_client[client].detailed
+            if not request.is_detailed:
+                tokens[request.request_id] = token_id
+                continue
+            experts = b""
+            if run.wants_routed_experts:
+                experts = next(reported)
+                run.num_reported_tokens += 1
+                request.routed_experts_from = run.num_reported_tokens
+            detailed.append((request.request_id, token_id, result.logprobs.get(run.row), experts))
+        assert next(reported, None) is None, "the step reports routed experts of more tokens than it computes"
         self._counters.num_generation_tokens += len(flight.runs) - len(others)
         return others
 
     def _make_chunks(
-        self, runs: Sequence[Run], flight: InFlightStep, sampled: Mapping[int, int], result: StepResult
+        self, runs: Mapping[Run, list[bytes]], flight: InFlightStep, result: StepResult
     ) -> list[AddressedChunk]:
-        """Apply the result of a step to some of its runs, and return their chunks."""
+        """Apply the result of a step to some of its runs, and return their chunks. `runs`: with the routed experts that
+        the step reports of each."""
+        sampled = dict(zip(result.rows, result.token_ids, strict=True))
         failures = {failure.row: failure for failure in result.failures}
         ended = set(result.ended)
-        deltas = self._store_routed_experts(flight, sampled, result)
         chunks = []
-        for run in runs:
-            row, routed = run.row, deltas.get(run, b"")
+        for run, experts in runs.items():
+            row = run.row
+            routed = self._new_routed_experts(run, experts, flight, sampled, result) if experts else b""
             if row in failures:
                 # The blocks are held until here even if the run has ended. Their content may be wrong.
                 self._cache.invalidate(run)
@@ -690,20 +734,16 @@ class Scheduler:
                 chunks.append(self._deliver(run, [], result, routed, flight.weight_version))
         return chunks
 
-    def _store_routed_experts(
-        self, flight: InFlightStep, sampled: Mapping[int, int], result: StepResult
-    ) -> Mapping[Run, bytes]:
-        """Store the routed experts of a step and return the part that is sent to each of its runs. Those of drafts that
-        were not accepted, or come after the last token of a request, are not a part of it."""
-        if self._routed is None:
-            return {}
-        runs = {}
-        for run, num_tokens in flight.runs.items():
-            num_drafts, num_accepted = len(flight.drafts.get(run, ())), 0
-            if num_drafts and run.row in sampled:
-                num_accepted = run.request.find_finish(_tokens_of(run.row, sampled, result))[0] - 1
-            runs[run] = (num_tokens + num_drafts, num_tokens + num_accepted)
-        return dict(zip(runs, self._routed.store(result, runs), strict=True))
+    def _new_routed_experts(
+        self, run: Run, experts: list[bytes], flight: InFlightStep, sampled: Mapping[int, int], result: StepResult
+    ) -> bytes:
+        """Return the routed experts to send to the request of a run. `experts`: those that the step reports of the run.
+        Those of drafts that were not accepted, or come after the last token of a request, are not sent."""
+        assert self._routed is not None
+        num_kept = flight.runs[run]
+        if run in flight.drafts and run.row in sampled:
+            num_kept += run.request.find_finish(_tokens_of(run.row, sampled, result))[0] - 1
+        return self._routed.take_new(run, experts, num_kept)
 
     def _deliver(
         self, run: Run, token_ids: list[int], result: StepResult, routed: bytes, weight_version: str
@@ -736,7 +776,7 @@ class Scheduler:
             self._histograms.on_first_token(request.times)
         if finish is not None:
             self._remove(request)
-        elif self._drafter is None and weight_version == self._weight_version:
+        elif weight_version == self._weight_version and not run.is_proposing:  # else a step in flight brings more
             run.steady_until = self._steady_until(run)
         logprobs = []
         if run.row in result.logprobs:

@@ -181,7 +181,7 @@ def features_of(sampling: Sampling) -> int:
         SamplingFeature.MIN_TOKENS: sampling.min_tokens > 0 and bool(sampling.suppressed_token_ids),
         SamplingFeature.BIAS: bool(sampling.logit_bias),
         SamplingFeature.PENALTIES: is_penalised,
-        SamplingFeature.LOGPROBS: sampling.logprobs is not None or bool(sampling.logprob_token_ids),
+        SamplingFeature.LOGPROBS: sampling.wants_logprobs,
         SamplingFeature.FORCED: bool(sampling.forced_token_ids),
         SamplingFeature.GRAMMAR: sampling.is_masked,
     }

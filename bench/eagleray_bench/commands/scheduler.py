@@ -1,4 +1,5 @@
-"""`eagleray bench scheduler`: CPU time that the scheduler takes for a step, without a model."""
+"""`eagleray bench scheduler`: CPU time that the scheduler takes for a step, and its output to the client, without a
+model."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=KINDS,
         default=list(KINDS),
-        help="decode: a token for each request. mixed: and a chunk of a long prompt (default: both)",
+        help="decode: a token for each request. mixed: and a chunk of a long prompt. routed: with routed experts. "
+        "rollout: also with log-probabilities. drafted, undrafted: with speculation by n-grams that are right, or that "
+        "are never found (default: all)",
     )
     add_result_flags(parser)
 
@@ -39,10 +42,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _describe(figures: list[SchedulingFigures]) -> str:
-    headings = ["µs", "requests", "plan p50", "p99", "apply p50", "p99", "both p50", "p99"]
+    headings = ["µs", "requests", "tokens", "plan mean", "p50", "apply mean", "p50", "both mean", "p50", "p99"]
+    headings += ["send mean", "receive mean"]
     rows = []
     for one in figures:
-        parts = (one.plan_us, one.apply_us, one.both_us)
-        numbers = [f"{number:.1f}" for part in parts for number in (part.p50, part.p99)]
-        rows.append([one.kind, str(one.num_requests), *numbers])
+        numbers = [number for part in (one.plan_us, one.apply_us, one.both_us) for number in (part.mean, part.p50)]
+        numbers += [one.both_us.p99, one.send_us.mean, one.receive_us.mean]
+        rows.append(
+            [one.kind, str(one.num_requests), f"{one.num_tokens:.1f}", *(f"{number:.1f}" for number in numbers)]
+        )
     return table(headings, rows)

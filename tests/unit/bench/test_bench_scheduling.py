@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eagleray.errors import UserError
-from eagleray_bench.scheduling import CHUNK_TOKENS, PROMPT_TOKENS, EndlessRequests, measure_scheduling
+from eagleray_bench.scheduling import CHUNK_TOKENS, KINDS, PROMPT_TOKENS, EndlessRequests, measure_scheduling
 
 
 def plans(kind: str, num_requests: int, num_steps: int) -> list:
@@ -36,18 +36,31 @@ def test_endless_requests_mixed_step_also_computes_a_prompt_chunk(num_requests):
     assert max(max(plan.num_tokens) for plan in found) >= CHUNK_TOKENS > PROMPT_TOKENS
 
 
+@pytest.mark.parametrize("kind", ["routed", "rollout"])
+def test_endless_requests_routed_step_reports_experts_of_every_row(kind):
+    for plan in plans(kind, 3, 20):
+        assert plan.capture_rows == plan.rows and len(plan.rows) == 3
+
+
+def test_endless_requests_drafted_steps_have_drafts_and_undrafted_ones_have_none():
+    assert all(plan.drafts for plan in plans("drafted", 2, 60)[40:])
+    assert not any(plan.drafts for plan in plans("undrafted", 2, 60))
+
+
 def test_measure_scheduling_gives_figures_of_each_kind_and_number():
     found = list(measure_scheduling(num_requests=[1, 3], steps=20))
     assert [(figures.kind, figures.num_requests) for figures in found] == [
-        ("decode", 1),
-        ("decode", 3),
-        ("mixed", 1),
-        ("mixed", 3),
+        (kind, count) for kind in KINDS for count in (1, 3)
     ]
     for figures in found:
         assert figures.both_us.count == 20
         assert figures.both_us.mean == pytest.approx(figures.plan_us.mean + figures.apply_us.mean)
-        assert figures.plan_us.lowest > 0 and figures.apply_us.lowest > 0
+        times = figures.plan_us, figures.apply_us, figures.send_us, figures.receive_us
+        assert all(one.lowest > 0 for one in times)
+        if figures.kind == "drafted":
+            assert figures.num_tokens > 3 * figures.num_requests
+        elif figures.kind != "mixed":
+            assert figures.num_tokens == figures.num_requests
 
 
 def test_measure_scheduling_nothing_to_measure_raises():

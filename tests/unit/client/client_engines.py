@@ -12,7 +12,7 @@ import numpy as np
 from client_fakes import INFO, FakeEngine
 from client_tokenizers import load
 
-from eagleray.messages.outputs import Chunk, Chunks, FinishReason, PromptLogprobs, TokenLogprobs
+from eagleray.messages.outputs import Chunk, Chunks, FinishReason, PromptLogprobs, TokenColumns, TokenLogprobs
 from eagleray.messages.requests import Generate
 
 TEXT = "Größe 😀 and 👍🏽 hello 東京 again, café мир over the lazy dog. "
@@ -33,6 +33,18 @@ def routed_rows(token_ids, start, end):
     """Return the experts that compute the tokens at these positions, which depend on the tokens before: [n, 2, 2]"""
     sums = np.cumsum(np.array(token_ids[:end]) * (1 + np.arange(end)))[start:, None]
     return ((sums * [1, 3, 5, 7] + [0, 1, 2, 3]) % INFO.routing.num_experts).astype(np.uint16).reshape(-1, 2, 2)
+
+
+def columns_of(chunks):
+    """Return columns of the token of each chunk."""
+    logprobs = [next(iter(chunk.logprobs), None) for chunk in chunks]
+    experts = [chunk.routed_experts for chunk in chunks]
+    return TokenColumns(
+        [chunk.request_id for chunk in chunks],
+        [token_id for chunk in chunks for token_id in chunk.token_ids],
+        logprobs if any(logprobs) else [],
+        experts if any(experts) else [],
+    )
 
 
 @dataclass
@@ -130,17 +142,19 @@ class ComputingEngine(FakeEngine):
                 await self._setup.deliver(self._message(chunks))
 
     def _message(self, chunks):
-        """Return the message with these chunks, in which tokens that are all of a chunk stand alone."""
-        tokens, others = {}, []
+        """Return the message with these chunks, of which those of a further token are replaced as an engine does."""
+        tokens, detailed, others = {}, [], []
         for chunk in chunks:
-            name = chunk.request_id
-            if name in self._begun and chunk == Chunk(request_id=name, token_ids=chunk.token_ids):
-                (tokens[name],) = chunk.token_ids
-            else:
+            name, details = chunk.request_id, {"logprobs": chunk.logprobs, "routed_experts": chunk.routed_experts}
+            if name not in self._begun or chunk != Chunk(request_id=name, token_ids=chunk.token_ids, **details):
                 others.append(chunk)
+            elif any(details.values()):
+                detailed.append(chunk)
+            else:
+                (tokens[name],) = chunk.token_ids
             if chunk.token_ids:
                 self._begun.add(name)
-        return Chunks(self.id, others, tokens)
+        return Chunks(self.id, others, tokens, columns_of(detailed) if detailed else None)
 
     def _take(self):
         self.receive()

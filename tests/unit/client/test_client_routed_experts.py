@@ -189,7 +189,7 @@ def test_buffer_dtype_is_smallest_for_num_experts(num_experts, dtype):
         RoutingInfo(num_layers=1, num_experts=num_experts, top_k=1), start=0, num_prompt_tokens=1
     )
     assert kept.all().dtype == dtype
-    kept.rows.extend(np.array([[[num_experts - 1]]], dtype).tobytes())
+    kept.append(np.array([[[num_experts - 1]]], dtype).tobytes())
     assert kept.all().tolist() == [[[num_experts - 1]]]
 
 
@@ -199,7 +199,7 @@ def test_pop_new_parts_of_any_size_join_to_all(parts, start):
     kept = RoutedExpertsBuffer(ROUTING, start=start, num_prompt_tokens=4)
     read = []
     for num_new, is_read in parts:
-        kept.rows.extend(part(kept.end, kept.end + num_new))
+        kept.append(part(kept.end, kept.end + num_new))
         if is_read and (new_rows := kept.pop_new()) is not None:
             first, new = new_rows
             assert first == start + sum(map(len, read))

@@ -121,7 +121,9 @@ class World(Machine):
     def _check(self) -> None:
         joined = self.state._membership._joined
         for member, known in self.known.items():
-            present = {replica_key(other): other for other in joined if other != member}
+            is_client = isinstance(member, ClientId)
+            told_of = [other for other in joined if is_client or isinstance(other, ClientId)]
+            present = {replica_key(other): other for other in told_of if other != member}
             assert known == present, f"{member.label} knows {known.values()}, but there are {present.values()}"
         for held in self.state._changes.held:
             assert not any(held in known for known in self.known.values()), f"{held.label} is held back"

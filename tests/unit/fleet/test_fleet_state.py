@@ -32,7 +32,7 @@ def joined(machine: Machine, engine: EngineId) -> Joined:
     return message
 
 
-def test_start_members_receive_each_others_joined(caplog):
+def test_start_clients_receive_joined_of_all_and_engines_of_clients(caplog):
     caplog.set_level("INFO", logger="eagleray")
     it = starting(2, 1)
     assert it.spawned == [*E[:2], SERVER]
@@ -44,7 +44,8 @@ def test_start_members_receive_each_others_joined(caplog):
     assert (joined(it, E[0]).address, joined(it, E[0]).engine) == ("of engine-0", INFO)
     assert not it.is_serving
     it.bring_up(E[1])
-    assert {one.member for one in it.attached[E[1]].members} == {OBSERVER, SERVER, E[0]}
+    assert {one.member for one in it.attached[E[1]].members} == {OBSERVER, SERVER}
+    assert it.events(E[0]) == []
     assert it.events(SERVER) == ["+engine-0", "+engine-1"]
     assert it.is_serving
     assert it.state.engines == set(E[:2])

@@ -38,6 +38,29 @@ def test_membership_join_is_sent_to_other_attached_members():
     assert attach(membership, turn, OTHER)[0][0] == joined
 
 
+def test_membership_engine_is_told_of_clients_alone():
+    first, second = EngineId("i", 1), EngineId("i", 2)
+    membership, turn = opened(ENGINE, first, CLIENT)
+    for member in (ENGINE, first, CLIENT):
+        membership.join(member, None if member == CLIENT else INFO)
+    membership.leave(Left(first, "killed"))
+    sent = [(action.receivers, action.message) for action in turn.end() if isinstance(action, Send)]
+    assert [(receivers, type(message), message.member) for receivers, message in sent] == [
+        ((CLIENT,), Joined, ENGINE),
+        ((CLIENT,), Joined, first),
+        ((ENGINE, first), Joined, CLIENT),
+        ((CLIENT,), Left, first),
+    ]
+    membership.attach(second, "of engine-2", has_heartbeat=True)
+    (connect,) = turn.end()
+    assert isinstance(connect, Connect)
+    assert [joined.member for joined in connect.attach.members] == [CLIENT]
+    assert connect.attach.missing == connect.attach.history == []
+    members, missing = attach(membership, turn, OTHER)
+    assert [joined.member for joined in members] == [ENGINE, CLIENT]
+    assert [left.member for left in missing] == [first]
+
+
 def test_membership_leave_is_sent_to_the_others_once():
     membership, turn = opened(ENGINE, CLIENT)
     membership.leave(Left(ENGINE, "killed"))
@@ -83,9 +106,10 @@ def test_membership_attach_lists_missing_engine_with_its_properties_until_replac
 
 
 def test_membership_replacement_of_attached_engine_is_another_member():
-    membership, turn = opened(ENGINE, next_incarnation(ENGINE))
+    membership, turn = opened(ENGINE, next_incarnation(ENGINE), CLIENT)
     membership.leave(Left(ENGINE, "killed"))
-    assert turn.end()[0] == Send((next_incarnation(ENGINE),), Left(ENGINE, "killed"))
+    assert turn.end()[0] == Send((CLIENT,), Left(ENGINE, "killed"))
+    assert ENGINE not in membership and next_incarnation(ENGINE) in membership
     assert replica_key(next_incarnation(ENGINE)) == replica_key(ENGINE) == ENGINE
     assert replica_key(EngineId("i", 1)) != ENGINE
 

@@ -25,7 +25,7 @@ def short_delays(monkeypatch):
 
 
 @in_loop
-async def test_supervisor_start_members_receive_each_others_joined():
+async def test_supervisor_start_clients_receive_joined_of_engines_and_engines_of_clients():
     async with fleet(data_parallel_size=2, api_server_count=1) as it:
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(3)]}
         assert set(processes) == {*ENGINES, API_SERVER}
@@ -36,7 +36,7 @@ async def test_supervisor_start_members_receive_each_others_joined():
         assert await client.receive() == Joined(ENGINES[0], first.inbox.address, INFO)
         assert not it.supervisor.serving.is_set()
         second = await it.bring_up(processes[ENGINES[1]])
-        assert Joined(ENGINES[0], first.inbox.address, INFO) in second.attach.members
+        assert second.attach.members == [Joined(API_SERVER, client.inbox.address)]
         assert await client.receive() == Joined(ENGINES[1], second.inbox.address, INFO)
         await it.supervisor.serving.wait()
         assert it.supervisor.engines == set(ENGINES)

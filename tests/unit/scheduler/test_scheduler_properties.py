@@ -58,6 +58,7 @@ def messages(draw, request_id, max_model_len, update=0):
         stop=draw(st.sampled_from([(), (3,)])),
         priority=draw(st.integers(-1, 1)),
         salt=draw(st.sampled_from(["", "", "s"])),
+        logprobs=draw(st.sampled_from([None, 0])),
         prompt_logprobs=draw(st.sampled_from([None, None, 0])),
         prompt_logprobs_from=draw(st.integers(1, len(prompt))),
         routed_experts_from=draw(st.none() | st.just(0) | st.integers(0, len(prompt))),
@@ -210,6 +211,7 @@ def live_a_day(engine, choose, *, num_requests, rewinds=0.0):
                 eos=(0,) if choose.random() < 0.3 else (),
                 priority=choose.randrange(3),
                 salt=choose.choice(["", "", "s"]),
+                logprobs=choose.choice([None, None, 0]),
                 prompt_logprobs=choose.choice([None, None, 0]),
                 routed_experts_from=choose.choice([None, 0, 1]),
             )

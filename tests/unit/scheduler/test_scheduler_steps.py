@@ -6,7 +6,7 @@ import pytest
 from scheduler_fakes import ALICE, BOB, Engine, request, undisturbed
 
 from eagleray.identity import EngineId
-from eagleray.messages.outputs import Chunk, Chunks, FinishReason
+from eagleray.messages.outputs import Chunk, Chunks, FinishReason, TokenColumns, TokenLogprobs
 from eagleray.scheduler.step_outputs import AddressedChunk, StepOutputs
 
 
@@ -260,9 +260,9 @@ def test_apply_first_and_last_token_come_in_chunks_and_others_alone():
     for _ in range(20):
         engine.plan()
         outputs = engine.scheduler.apply(engine.in_flight.popleft())
-        alone.append({client: list(tokens) for client, tokens in outputs.tokens.items()})
-        assert {client for client, _ in outputs.chunks}.isdisjoint(outputs.tokens), "each request once"
-        assert len(outputs.chunks) + len(outputs.tokens) == 2
+        to_clients = outputs.by_client
+        alone.append({client: list(one.tokens) for client, one in to_clients.items() if one.tokens})
+        assert [len(one.chunks) + len(one.tokens) for one in to_clients.values()] == [1, 1], "each request once"
     assert alone[0] == alone[-1] == {}
     assert alone.count({ALICE: ["a"], BOB: ["b"]}) > 10
 
@@ -278,10 +278,21 @@ def test_apply_logprobs_come_with_every_token():
 
 def test_messages_of_a_step_are_one_for_each_client():
     chunk = Chunk(request_id="c")
-    outputs = StepOutputs(chunks=[AddressedChunk(BOB, chunk), AddressedChunk(ALICE, chunk)])
-    outputs.tokens[ALICE]["a"] = 7
+    outputs = StepOutputs.of([AddressedChunk(BOB, chunk), AddressedChunk(ALICE, chunk)])
+    outputs.by_client[ALICE].tokens["a"] = 7
     engine = EngineId("test", 0)
     assert outputs.messages(engine) == {
         ALICE: Chunks(engine, [chunk], {"a": 7}),
         BOB: Chunks(engine, [chunk]),
+    }
+
+
+def test_messages_with_details_leave_out_columns_without_any():
+    logprobs, engine = TokenLogprobs([7], [-1.0], 1), EngineId("test", 0)
+    outputs = StepOutputs()
+    outputs.by_client[ALICE].detailed += [("a", 7, logprobs, b""), ("b", 8, None, b"")]
+    outputs.by_client[BOB].detailed += [("a", 7, None, b"xy"), ("b", 8, None, b"")]
+    assert outputs.messages(engine) == {
+        ALICE: Chunks(engine, [], columns=TokenColumns(["a", "b"], [7, 8], [logprobs, None])),
+        BOB: Chunks(engine, [], columns=TokenColumns(["a", "b"], [7, 8], routed_experts=[b"xy", b""])),
     }
