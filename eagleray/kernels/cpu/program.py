@@ -176,7 +176,8 @@ class CpuProgram(Program):
 
     def _view(self, value: Value, num_tokens: int, num_own: int) -> Tensor:
         """Return the used part of the value's buffer: [num_tokens, features], or [num_own, features] of a shard."""
-        return self._rows[self._numbers[value]][: num_own if value.is_sequence_sharded else num_tokens, : value.size]
+        rows = self._rows[self._numbers[value]][: num_own if value.is_sequence_sharded else num_tokens]
+        return rows if rows.shape[1] == value.size else rows[:, : value.size]
 
     def _set_batch(self, batch: ForwardBatch) -> None:
         metadata = self._metadata
