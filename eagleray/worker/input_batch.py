@@ -177,8 +177,8 @@ def build_inputs(plan: StepPlan, rows: InputBatch, last_tokens: Tensor | None = 
 
 
 def _decode_inputs(rows: InputBatch, row_ids: IntArray, last_tokens: Tensor | None) -> StepInputs:
-    """Return the inputs of a step that computes one token of each of `row_ids` [n]: the same as those of `make_batch`, by
-    a third of its operations, because most steps are of this kind."""
+    """Return the inputs of a step that computes one token of each of `row_ids` [n]. The batch is that of `make_batch`,
+    by a third of its operations, because most steps are of this kind."""
     num_rows, first = len(row_ids), rows.num_computed[row_ids]
     seq_lens, blocks = first + 1, first // rows.block_size
     max_blocks = int(blocks.max(initial=-1)) + 1

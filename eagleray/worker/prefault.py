@@ -2,9 +2,9 @@
 
 On CPUs the system provides memory in pages of 2 MiB when they are first written, and a virtual machine takes
 milliseconds for each: up to a fifth of a prompt's time. Blocks are used in the order of their numbers until all have
-been used. So a thread of the lowest priority requests the pages of the first blocks as soon as the cache exists, while
-the engine introduces itself to its clients, and those of the next blocks when no step has run for a while, up to a limit.
-A step that begins meanwhile competes for a core with one page at most.
+been used. So a thread of the lowest priority requests the pages of the first blocks as soon as the cache exists, and
+those of the next blocks when no step has run for a while, up to a limit. A step that begins meanwhile competes for a
+core with one page at most.
 
 Updates prepare new weights in memory of their own. When a trainer connects, a thread of the lowest priority requests
 its pages, because those of a whole model take a virtual machine seconds.

@@ -38,9 +38,7 @@ def rows():
 
 
 def plan_of(row_ids):
-    return StepPlan(
-        step=1, freed_rows=[], new_rows=[], new_blocks=[], rows=row_ids, num_tokens=[1] * len(row_ids)
-    )
+    return StepPlan(step=1, freed_rows=[], new_rows=[], new_blocks=[], rows=row_ids, num_tokens=[1] * len(row_ids))
 
 
 def same(one, other):
