@@ -44,7 +44,10 @@ class KVCache:
         # layer at once.
         lines = HUGE_PAGE_BYTES // CACHE_LINE_BYTES
         offsets = [lines * layer // shape.num_layers * CACHE_LINE_BYTES for layer in range(shape.num_layers)]
-        return cls([_zeros((num_blocks, *shape.block), dtype, device, offset) for offset in offsets], shape.block_size)
+        blocks = num_blocks, *shape.block
+        if device.type != "cpu":
+            return cls([torch.zeros(blocks, dtype=dtype, device=device) for _ in offsets], shape.block_size)
+        return cls([host_zeros(blocks, dtype, offset) for offset in offsets], shape.block_size)
 
     @staticmethod
     def bytes_per_block(shape: CacheShape, dtype: torch.dtype) -> int:
@@ -52,13 +55,12 @@ class KVCache:
         return shape.num_layers * math.prod(shape.block) * dtype.itemsize
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, page_offset: int) -> Tensor:
-    """Return zeros, on a CPU from `page_offset` bytes after a huge page's boundary.
+def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, page_offset: int = 0) -> Tensor:
+    """Return zeros in a CPU's memory, from `page_offset` bytes after a huge page's boundary. They take memory when they
+    are first written to, in huge pages if they are large.
 
     Uninitialized memory would not do: attention multiplies masked values by 0, and 0 x NaN is NaN.
     """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     # numpy's zeros are pages that the system provides at the first write; torch.zeros writes to all of them
     size = torch.Size(shape).numel() * dtype.itemsize
     memory = torch.from_numpy(np.zeros(size + HUGE_PAGE_BYTES, dtype=np.uint8))

@@ -17,6 +17,7 @@ from torch import Tensor
 from eagleray.kernels.backend import Context, HiddenStates, KernelBackend, KernelUnavailable
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
+from eagleray.kernels.inference import inference_mode
 from eagleray.kernels.kv_cache import CacheShape, KVCache
 from eagleray.kernels.rope import Rope
 from eagleray.models.adapters import ModelAdapters
@@ -299,7 +300,7 @@ class Model(ABC):
             self._any_engine_busy = not is_idle
         return self._any_engine_busy
 
-    @torch.inference_mode()
+    @inference_mode
     def rebalance_if_due(self) -> None:
         """Count a step that is done, and move experts to balance their load if it is time to. No expert moves while an
         update of the weights is open on any rank of the expert group."""
@@ -326,7 +327,7 @@ class Model(ABC):
         if self.rebalancer is not None:
             self.rebalancer.read_missing()
 
-    @torch.inference_mode()
+    @inference_mode
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Compute the batch's tokens, cache their keys and values, and return hidden states [num_tokens, hidden_size].
 
@@ -404,7 +405,7 @@ class Model(ABC):
         self._run.release()
         self.updates.release()
 
-    @torch.inference_mode()
+    @inference_mode
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return float32 [n, vocab_size] of hidden states [n, hidden_size] on the ranks that sample, and None on the
         other ranks of the last stage, which must make the call too. The next call may overwrite the result."""
@@ -413,7 +414,11 @@ class Model(ABC):
         if self.groups.tp.size > 1 and self.groups.ranks_sample_alike:
             return self._gather_on_all_ranks(part)
         logits = self.groups.tp.gather(part) if self.groups.tp.size > 1 else part
-        return None if logits is None else logits[:, : self.spec.vocab_size].float().contiguous()
+        if logits is None:
+            return None
+        if logits.shape[1] > self.spec.vocab_size:
+            logits = logits[:, : self.spec.vocab_size]
+        return logits.float().contiguous()
 
     @torch.inference_mode()
     def score(self, pooled: Tensor) -> Tensor:

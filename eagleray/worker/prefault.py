@@ -2,8 +2,9 @@
 
 On CPUs the system provides memory in pages of 2 MiB when they are first written, and a virtual machine takes
 milliseconds for each: up to a fifth of a prompt's time. Blocks are used in the order of their numbers until all have
-been used. So when no step has run for a while, a thread requests the pages of the next blocks, up to a limit. A step
-that begins meanwhile competes for a core with one page at most.
+been used. So a thread of low priority requests the pages of the first blocks as soon as the cache exists, and
+those of the next blocks when no step has run for a while, up to a limit. A step that begins meanwhile competes for a
+core with one page at most.
 
 Updates prepare new weights in memory of their own. When a trainer connects, a thread of the lowest priority requests
 its pages, because those of a whole model take a virtual machine seconds.
@@ -36,6 +37,10 @@ MADV_POPULATE_WRITE = 23
 
 LOWEST_PRIORITY = 19
 """Nice value of a thread that runs when nothing else does."""
+
+LOW_PRIORITY = 5
+"""Nice value of a thread that lets the rest of the start go first, and is still scheduled soon: steps wait for it if it
+loses its core while it has Python's lock."""
 
 Populate = Callable[[int, int], None]
 """Requests the pages of (address, number of bytes). Must not hold the GIL. Raises `OSError` if the system refuses."""
@@ -75,11 +80,14 @@ class CachePrefaulter:
     def _run(self) -> None:
         num_steps, num_done = 0, 0
         try:
-            while num_done < self._num_blocks and not self._closed.wait(self._quiet_seconds):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+            while num_done < self._num_blocks:
                 was_quiet = num_steps == self._runner.num_steps and not self._runner.is_stepping
                 num_steps = self._runner.num_steps
                 if was_quiet:
                     num_done = self._populate_blocks(num_done, num_steps)
+                if self._closed.wait(self._quiet_seconds):
+                    return
         except OSError as error:
             logger.debug("cache pages are not requested in advance: the system refuses: %s", error)
 

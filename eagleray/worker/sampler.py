@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.forward_batch import Int32Array
+from eagleray.kernels.inference import inference_mode
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
@@ -230,7 +231,7 @@ class HostSampler(TokenSampler[HostPlan]):
             self._grammars.accept(plan.masks.rows, sampled.rows, sampled.token_ids)
         return _KnownTokens(sampled)
 
-    @torch.inference_mode()
+    @inference_mode
     def sample(self, logits: Tensor, rows: IntArray, positions: IntArray, masks: PendingMasks | None = None) -> Sampled:
         """Choose a token for each row and leave the sampling state unchanged. `masks`: those of the grammars. For the
         other parameters see `prepare` and `launch`."""
@@ -253,7 +254,7 @@ class HostSampler(TokenSampler[HostPlan]):
             reports = self._report(raw, None, reported, chosen, step)
         return gather_sampled(rows.tolist(), chosen.tolist(), reports, failed, masks)
 
-    @torch.inference_mode()
+    @inference_mode
     def guess(self, logits: Tensor, rows: IntArray, positions: IntArray) -> IntArray:
         """Return the token [n] that each row would choose at these positions if these logits were the model's, without
         the masks of grammars. The sampling state stays unchanged. For the parameters see `prepare` and `launch`."""
@@ -387,9 +388,7 @@ def _clear_broken(logits: Tensor, chosen: Tensor, highest: Tensor) -> list[int]:
 
 def _find_broken(highest: Tensor) -> list[int]:
     """Return the indices of the highest logits that are not finite."""
-    if math.isfinite(highest.sum().item()):  # in a fraction of the time of the rest; one that overflows is looked at
-        return []
-    return highest.isfinite().logical_not_().nonzero()[:, 0].tolist()
+    return [index for index, value in enumerate(highest.tolist()) if not math.isfinite(value)]
 
 
 def gather_sampled(

@@ -73,6 +73,8 @@ class SamplingState:
         """Token ids that are generated whatever is drawn, by row."""
         self.bad_words = BadWords(num_rows)
         self.penalties = Penalties(num_rows=num_rows, vocab_size=vocab_size, device=device)
+        self._rows_with_history: set[int] = set()
+        """Rows for which generated tokens are remembered."""
 
     def add_row(self, row: int, sampling: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Set the row's parameters. `token_ids` is the prompt, then the tokens that were generated before."""
@@ -100,6 +102,8 @@ class SamplingState:
             self.forced[row] = np.array(sampling.forced_token_ids, dtype=np.int64)
         if use & SamplingFeature.BAD_WORDS:
             self.bad_words.add_row(row, sampling.bad_words, token_ids[num_prompt_tokens:])
+        if use & (SamplingFeature.BAD_WORDS | SamplingFeature.PENALTIES):
+            self._rows_with_history.add(row)
         if use & SamplingFeature.PENALTIES:
             self.penalties.add_row(row, sampling, token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:])
 
@@ -109,6 +113,7 @@ class SamplingState:
         if not use:
             return
         self.use[row] = 0
+        self._rows_with_history.discard(row)
         if use & SamplingFeature.ALLOWED:
             self.allowed.discard(row)
         if use & SamplingFeature.MIN_TOKENS:
@@ -152,6 +157,8 @@ class SamplingState:
 
     def append_tokens(self, rows: Sequence[int] | IntArray, token_ids: Sequence[int] | IntArray) -> None:
         """Append one generated token to each of `rows`. Shapes [n], rows without duplicates."""
+        if not self._rows_with_history:
+            return
         row_ids, tokens = np.asarray(rows, dtype=np.int64), np.asarray(token_ids, dtype=np.int64)
         use = self.use[row_ids]
         used = int(np.bitwise_or.reduce(use))

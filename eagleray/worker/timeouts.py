@@ -27,8 +27,9 @@ within 5 s."""
 MEMORY_TIMEOUT_SECONDS = 60.0
 """Longest wait for memory that is given back little by little."""
 
-QUIET_SECONDS = 1.0
-"""Time without a step before cache pages are requested in advance, so that no step competes with it for a core."""
+QUIET_SECONDS = 0.2
+"""Time without a step before cache pages are requested in advance, so that the steps of one request do not compete with
+it for a core."""
 
 STOP_TIMEOUT_SECONDS = 5.0
 """Time for the prefault thread to finish its current page."""

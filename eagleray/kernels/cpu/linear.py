@@ -71,6 +71,17 @@ class NativeLinear(LinearWeight):
         gated_epilogue = abi.EPILOGUE_SILU if clamp is None else abi.EPILOGUE_CLAMPED_SWIGLU
         self.epilogue = gated_epilogue if is_gated else abi.EPILOGUE_STORE
         self._out = torch.empty(0, self.size, dtype=dtype if is_gated else torch.float32)
+        self._num_out = 0
+        """Rows of `_out`."""
+        self._product = abi.CProduct(
+            x_stride=k,
+            n=n,
+            k=k,
+            epilogue=self.epilogue,
+            swiglu=self.swiglu,
+            y_stride=self.size,
+            grouping=None if grouping is None else grouping.pointer,
+        )
 
     def storage(self) -> list[Tensor]:
         return memory_of(self.packed, self.bias)
@@ -97,25 +108,15 @@ class NativeLinear(LinearWeight):
     def __call__(self, x: Tensor) -> Tensor:
         x, dtype = x.contiguous(), self.dtype
         assert x.dtype == dtype and x.shape[1] == self.k
-        if len(x) > len(self._out):
-            self._out = torch.empty(len(x), self.size, dtype=self._out.dtype)
-        product = abi.CProduct(
-            x=x.data_ptr(),
-            x_stride=self.k,
-            num_rows=len(x),
-            weight=self.packed.data_ptr(),
-            n=self.n,
-            k=self.k,
-            bias=self._bias_address,
-            epilogue=self.epilogue,
-            swiglu=self.swiglu,
-            y=self._out.data_ptr(),
-            y_stride=self.size,
-            grouping=None if self.grouping is None else self.grouping.pointer,
-        )
-        threads = threads_for(self.n * self.k, self.packed.nbytes, len(x), self._num_threads)
+        num_rows = x.shape[0]
+        if num_rows > self._num_out:
+            self._num_out, self._out = num_rows, torch.empty(num_rows, self.size, dtype=self._out.dtype)
+        product = self._product
+        product.x, product.num_rows, product.y = x.data_ptr(), num_rows, self._out.data_ptr()
+        product.weight, product.bias = self.packed.data_ptr(), self._bias_address
+        threads = threads_for(self.n * self.k, self.packed.nbytes, num_rows, self._num_threads)
         self._library.er_multiply(product, 1, int(dtype == torch.bfloat16), threads)
-        return self._out[: len(x)]
+        return self._out if num_rows == self._num_out else self._out[:num_rows]
 
 
 class NativeEmbedding(EmbeddingTable):

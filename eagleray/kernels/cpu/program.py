@@ -16,6 +16,7 @@ from eagleray.kernels.cpu.experts import EXPERT_TOKENS, aligned
 from eagleray.kernels.cpu.linear import threads_for, weight_bits
 from eagleray.kernels.cpu.mla import MLA_TOKENS, latents_bytes, num_weights
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits, power_of_two
+from eagleray.kernels.kv_cache import HUGE_PAGE_BYTES, host_zeros
 from eagleray.kernels.recording import Access, Buffers, Recording, Value
 from eagleray.kernels.recording_backend import Program
 from eagleray.kernels.rope import Rope
@@ -176,7 +177,8 @@ class CpuProgram(Program):
 
     def _view(self, value: Value, num_tokens: int, num_own: int) -> Tensor:
         """Return the used part of the value's buffer: [num_tokens, features], or [num_own, features] of a shard."""
-        return self._rows[self._numbers[value]][: num_own if value.is_sequence_sharded else num_tokens, : value.size]
+        rows = self._rows[self._numbers[value]][: num_own if value.is_sequence_sharded else num_tokens]
+        return rows if rows.shape[1] == value.size else rows[:, : value.size]
 
     def _set_batch(self, batch: ForwardBatch) -> None:
         metadata = self._metadata
@@ -201,7 +203,7 @@ class CpuProgram(Program):
         for reserve in self._lowered.reserve:
             reserve(self._capacity)
         self._rows = []  # freed before the new ones are allocated
-        self._rows = [torch.zeros(shape, dtype=dtype) for shape, dtype in self._row_shapes(self._capacity)]
+        self._rows = [_zeros(shape, dtype) for shape, dtype in self._row_shapes(self._capacity)]
         for buffer, rows in zip(self._buffers, self._rows, strict=True):
             buffer.memory, buffer.stride = rows.data_ptr(), rows.shape[1]
         self._make_scratch()
@@ -256,6 +258,12 @@ class CpuProgram(Program):
             4 * capacity * top_k,
             max(adapters, default=0),
         )
+
+
+def _zeros(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return zeros, in huge pages if they are large: the first prompt of an engine writes to all of them."""
+    is_large = shape[0] * shape[1] * dtype.itemsize >= HUGE_PAGE_BYTES
+    return host_zeros(shape, dtype) if is_large else torch.zeros(shape, dtype=dtype)
 
 
 def _with_room(number: int) -> int:

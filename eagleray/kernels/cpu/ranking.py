@@ -29,7 +29,8 @@ class NativeRanking(Ranking):
         if not logits.is_contiguous():
             return super().first(logits)
         n, size = logits.shape
-        ids, values = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.float32)
+        # numpy allocates in a fraction of torch's time
+        ids, values = torch.from_numpy(np.empty(n, np.int64)), torch.from_numpy(np.empty(n, np.float32))
         outputs = ids.data_ptr(), values.data_ptr()
         memory, threads = self._memory(n, size), self._threads(n * size)
         self._library.er_argmax(logits.data_ptr(), size, n, size, *outputs, memory, threads)

@@ -29,10 +29,10 @@ def cache(num_blocks, num_layers=2):
 class FakeRunner:
     """The attributes of a runner that describe its activity."""
 
-    def __init__(self):
+    def __init__(self, num_used_blocks=0):
         self.num_steps = 0
         self.is_stepping = False
-        self.num_used_blocks = 0
+        self.num_used_blocks = num_used_blocks
 
     @contextmanager
     def step(self, *block_ids):
@@ -70,9 +70,9 @@ class RequestedPages:
 def opened():
     made = []
 
-    def open_pages(of, **options):
-        runner = FakeRunner()
-        made.append(CachePrefaulter(of, runner, quiet_seconds=QUIET, **options))
+    def open_pages(of, runner=None, *, quiet_seconds=QUIET, **options):
+        runner = runner or FakeRunner()
+        made.append(CachePrefaulter(of, runner, quiet_seconds=quiet_seconds, **options))
         return runner
 
     yield open_pages
@@ -92,20 +92,26 @@ def test_prefaulter_quiet_requests_limited_pages_layer_by_layer(opened):
     assert requested.until(8)[4:] == [(0, 8, 4), (1, 8, 4), (0, 12, 4), (1, 12, 4), (0, 16, 4), (1, 16, 4)]
 
 
+def test_prefaulter_new_cache_requests_pages_at_once(opened):
+    of = cache(8)
+    requested = RequestedPages(of)
+    opened(of, quiet_seconds=2 * SECONDS, populate=requested)
+    assert len(requested.until(4)) == 4
+
+
 def test_prefaulter_used_blocks_are_skipped_and_cache_end_stops(opened):
     of = cache(22, num_layers=1)
     requested = RequestedPages(of)
-    runner = opened(of, populate=requested)
-    with runner.step(14):
-        pass
+    opened(of, FakeRunner(num_used_blocks=15), populate=requested)
     assert requested.until(3) == [(0, 12, 4), (0, 16, 4), (0, 20, 2)]
 
 
 def test_prefaulter_running_step_requests_nothing(opened):
     of = cache(8)
     requested = RequestedPages(of)
-    runner = opened(of, populate=requested)
+    runner = FakeRunner()
     with runner.step(0):
+        opened(of, runner, populate=requested)
         time.sleep(10 * QUIET)
         assert requested.pieces == []
     assert len(requested.until(4)) == 4

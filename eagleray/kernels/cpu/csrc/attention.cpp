@@ -332,9 +332,6 @@ void attend(const Shard& shard, const CAttentionParams& params, const CAttention
     const auto* numbers = static_cast<const typename Format::Stored*>(cache);
     Attention<T, Format>(params, metadata, queries, numbers, out, parts, space).run();
   });
-#ifdef HAS_MATRICES
-  MatrixRegisters::release();
-#endif
 }
 
 template void attend(const Shard&, const CAttentionParams&, const CAttentionMetadata&, const float*, const void*,

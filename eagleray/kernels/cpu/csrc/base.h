@@ -253,6 +253,10 @@ inline void relax() {
 #endif
 }
 
+// Give back the matrix registers of this thread, if it uses them (see matrix_tile.h): while it does, the system saves and
+// loads up to 8 KB of them whenever it changes threads. So no thread keeps them that sleeps, yields, or runs other code.
+void release_matrices();
+
 // One of `count` parts of the work of a phase.
 struct Shard {
   int index;
@@ -293,8 +297,12 @@ class Team {
       ticket = state_->ticket.load(std::memory_order_acquire);
     }
     for (int spin = 0; state_->ticket.load(std::memory_order_acquire) >> 32 == phase; spin++) {
-      if (spin < SPINS) relax();
-      else sched_yield();
+      if (spin < SPINS) {
+        relax();
+        continue;
+      }
+      release_matrices();
+      sched_yield();
     }
   }
 
@@ -342,6 +350,7 @@ void run_team(int num_threads, Work&& work) {
   auto run = [&](int team_size) {
     Team team(&state, team_size);
     work(team);
+    release_matrices();
   };
   if (num_threads <= 1) return run(1);
   openmp.set_dynamic(0);  // no fewer threads than requested: the layout of scratch may depend on their number

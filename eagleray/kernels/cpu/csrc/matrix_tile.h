@@ -53,7 +53,7 @@ class MatrixSizes {
   } sizes_;
 };
 
-// The matrix registers of this thread.
+// The matrix registers of this thread, which keeps them from one product of a pass to the next.
 class MatrixRegisters {
  public:
   // Size them for products of `low` and `high` rows in steps of `pairs` pairs. What they hold is lost.
@@ -79,7 +79,7 @@ class MatrixRegisters {
     });
   }
 
-  // Give them back, so that the system need not save them.
+  // Give them back, see `release_matrices` in base.h.
   static void release() {
     if (current() == 0) return;
     current() = 0;

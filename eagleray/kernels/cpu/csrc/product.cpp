@@ -371,6 +371,12 @@ void pack_panels(Span panels, int64_t k, T* out, RowOf&& row_of) {
 
 }  // namespace
 
+void release_matrices() {
+#ifdef HAS_MATRICES
+  MatrixRegisters::release();
+#endif
+}
+
 template <class T>
 int64_t packed_size(int64_t n, int64_t k) {
   return round_up(n, PANEL) * round_up(k, PAIR<T>);
@@ -427,9 +433,6 @@ void multiply_all(const Shard& shard, const Product<T>* products, int64_t count)
       at += partition.panels * unit;
     }
   }
-#ifdef HAS_MATRICES
-  MatrixRegisters::release();
-#endif
 }
 
 template <class T>
