@@ -8,8 +8,6 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from eagleray.config.resolve import expert_engines
-from eagleray.config.sections import Config
 from eagleray.config.suggestions import suggest
 from eagleray.errors import ConfigError
 
@@ -103,24 +101,6 @@ def speculation(options: Mapping[str, Any]) -> Speculation | None:
     if method == "draft_model":
         return _draft_model(given)
     return _ngram(given) if method == "ngram" else _suffix(given)
-
-
-def check_speculation(config: Config) -> None:
-    """Raise `ConfigError` for a wrong `speculative_config`, and for a model that drafts where none is supported."""
-    options = speculation(config.scheduling.speculative_config)
-    if options is None or not options.has_model:
-        return
-    if config.parallel.pipeline_parallel_size > 1:
-        raise _error(
-            "a draft model, or a layer that drafts, runs between the steps of one stage, but pipeline_parallel_size is "
-            f"{config.parallel.pipeline_parallel_size}: set it to 1, or take the method ngram or suffix"
-        )
-    if expert_engines(config) > 1:
-        raise _error(
-            f"engines that share their experts (`enable_expert_parallel` with data_parallel_size "
-            f"{config.parallel.data_parallel_size}) would wait for the drafts of each other: take the method "
-            "ngram or suffix"
-        )
 
 
 def _draft_model(given: _Given) -> Speculation:

@@ -134,7 +134,11 @@ def test_draft_layer_proposals_equal_transformers(checkpoint: Path, drafters: li
 
 @pytest.mark.parametrize(
     "options",
-    [{"executor": "in-process"}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.grid)],
+    [
+        {"executor": "in-process"},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.grid),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.grid),
+    ],
     ids=str,
 )
 def test_draft_layer_answers_are_the_same_bits(

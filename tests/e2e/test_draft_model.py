@@ -76,17 +76,20 @@ def test_draft_model_proposals_are_what_it_generates_itself(tmp_path, drafters: 
     [
         {"executor": "in-process"},
         pytest.param({"executor": "processes"}, marks=pytest.mark.grid),
+        {"pipeline_parallel_size": 2},
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.grid),
+        pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.grid),
     ],
     ids=str,
 )
 def test_draft_model_wrong_proposals_answers_are_the_same_bits(
     tmp_path, drafters: list[RecordingDrafter], options: dict[str, Any]
 ):
-    """Requests with grammars, penalties and log-probabilities, of which the draft model guesses some by chance."""
+    """Requests with grammars, penalties and log-probabilities, of which the draft model guesses some by chance. Stages
+    of a pipeline change no bit either."""
     model = make_checkpoint(tmp_path / "model", "qwen3")
     draft = make_checkpoint(tmp_path / "draft", "qwen3", num_hidden_layers=1)
-    expected = answers(model, **options)
+    expected = answers(model, **options | {"pipeline_parallel_size": 1})
     assert_equal(answers(model, speculative_config=config(draft), **options), expected)
     assert drafters[-1].proposals
 
