@@ -16,7 +16,7 @@ from eagleray.models.weights import Alias
 CACHE_SCALE = re.compile(
     r"model\.layers\.\d+\.self_attn\.((attn\.|[qkv]_proj\.)?(k|v|kv|q|prob)_scale|[qkv]_proj\.output_scale)"
 )
-"""Name of a number by which a checkpoint wants queries, keys, values or probabilities divided where they have 8 bits."""
+"""Name of a number by which queries, keys, values or probabilities of 8 bits are scaled."""
 
 
 def is_cache_scale(name: str) -> bool:

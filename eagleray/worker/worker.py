@@ -399,8 +399,8 @@ class ServingWorker:
     def transfer_weights(self, call: TransferCall) -> TransferReply:
         if isinstance(call, FetchStorage) and isinstance(self._draft_model, DeepSeekDrafts):
             logger.warning(
-                "the weights of update %d come from another engine, without those of the layer for drafts: fewer of its "
-                "proposals may be right until an update has it",
+                "the weights of update %d come from another engine, without those of the layer for drafts: fewer of "
+                "its proposals may be right until an update has it",
                 call.number,
             )
         return self._weights.handle(call)

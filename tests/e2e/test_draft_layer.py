@@ -196,7 +196,7 @@ def test_draft_layer_update_has_the_weights_of_a_layer_loaded_from_them(
     assert f"no tensor {NAME}*: the layer for drafts stays" in line
 
     update = updates.start(in_place=in_place)
-    with pytest.raises(WeightsMismatch, match="enorm.weight' has the shape"):
+    with pytest.raises(WeightsMismatch, match=r"enorm\.weight' has the shape"):
         update.check([(f"{NAME}enorm.weight", torch.zeros(3))])
     update.add([(name := f"{NAME}mlp.shared_experts.gate_proj.weight", tensors[name])])
     assert update.missing() == [f"{NAME}mlp.shared_experts.up_proj.weight"]

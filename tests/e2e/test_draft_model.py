@@ -13,7 +13,7 @@ from harness import Answer, LocalEngine, random_prompt
 from peft_adapters import make_adapter
 
 from eagleray.engine.adapters import EngineAdapters
-from eagleray.errors import ConfigError
+from eagleray.errors import CheckpointError, ConfigError
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.steps import SleepWorker, WakeWorker, WorkerSlept, WorkerWoke
 
@@ -120,6 +120,18 @@ def test_draft_model_worker_has_slept_proposes_right_tokens_again(tmp_path, draf
         assert stats.num_accepted_tokens == stats.num_draft_tokens > num_before
 
 
+def test_draft_model_quantized_when_it_is_loaded_changes_no_bit(tmp_path, drafters: list[RecordingDrafter]):
+    checkpoint = make_checkpoint(tmp_path, "qwen3")
+    expected, _ = sampled_answers(checkpoint, dtype="bfloat16")
+    options = config(checkpoint) | {"quantization": "int8"}
+    found, engine = sampled_answers(checkpoint, dtype="bfloat16", speculative_config=options)
+    assert_equal(found, expected)
+    stats = engine.core.scheduler.stats()
+    assert stats.num_draft_tokens / 2 < stats.num_accepted_tokens < stats.num_draft_tokens
+    with pytest.raises(ConfigError, match=r"draft model .* \(`speculative_config`\): option `quantization`: gptq is a"):
+        LocalEngine(checkpoint, dtype="bfloat16", speculative_config=options | {"quantization": "gptq"})
+
+
 def adapted_answers(checkpoint: Path, adapter: Path, **options: Any) -> tuple[dict[str, Answer], LocalEngine]:
     """Run requests with an adapter and without one together, which have the same prompts."""
     with LocalEngine(checkpoint, **LIMITS, enable_lora=True, max_loras=1, **options) as engine:
@@ -157,5 +169,5 @@ def test_draft_model_of_another_vocabulary_is_refused(tmp_path):
     tokenizer.write_text(tokenizer.read_text().replace("<|im_end|>", "<|turn_end|>"))
     with pytest.raises(ConfigError, match=r"but .*draft/tokenizer.json and .*model/tokenizer.json have different ones"):
         LocalEngine(model, speculative_config=config(draft))
-    with pytest.raises(ConfigError, match="there is no such directory here"):
+    with pytest.raises(CheckpointError, match="there is no such directory, and it is no model id"):
         LocalEngine(model, speculative_config=config(tmp_path / "none"))

@@ -35,8 +35,10 @@ def test_speculation_lookup_limits_default_as_in_vllm(given, expected):
         ({"method": "ngram", "prompt_lookup_mx": 3}, "no field `prompt_lookup_mx`; did you mean `prompt_lookup_max`?"),
         ({"method": "ngram", "model": "/draft"}, "`model` is no field of the method ngram"),
         ({"method": "ngram", "draft": 1}, "there is no field `draft`; there are method, num_speculative_tokens"),
-        ({"method": "draft_model", "num_speculative_tokens": 3}, "draft_model needs `model`, the directory of"),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, "draft_model needs `model`, the directory or the id"),
         ({"method": "mtp", "model": "/m", "num_speculative_tokens": 1}, "`model` is no field of the method mtp"),
+        ({"method": "mtp", "quantization": "int8"}, "`quantization` is no field of the method mtp"),
+        ({"model": "/draft", "num_speculative_tokens": 3, "quantization": "int2"}, "Invalid enum value 'int2'"),
         ({"method": "draft_model", "model": "/draft"}, "`num_speculative_tokens` must be a number from 1 to 64"),
         (
             {"model": "/draft", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
@@ -95,4 +97,3 @@ def test_speculation_model_without_method_is_a_draft_model():
     assert (drafts.method, drafts.model, drafts.num_speculative_tokens) == ("draft_model", "/draft", 3)
     layer = speculation({"method": "deepseek_mtp"})
     assert (layer.method, layer.num_speculative_tokens) == ("mtp", 1)
-
