@@ -40,17 +40,11 @@ BUDGET = 65_536
 """Tokens of a step: all prompts of a group are one step, which does not count."""
 
 
-
-def measured(**milliseconds: float) -> Callable[[int], float]:
-    """Return the times between and beyond some that were measured, by `t` and their number of tokens."""
-    counts = [int(name[1:]) for name in milliseconds]
-    each = (milliseconds[f"t{counts[-1]}"] - milliseconds[f"t{counts[-2]}"]) / (counts[-1] - counts[-2])
-
-    def time_of(count: int) -> float:
-        beyond = max(0, count - counts[-1])
-        return float(np.interp(count, counts, list(milliseconds.values()))) + each * beyond
-
-    return time_of
+def measured(milliseconds: dict[int, float]) -> Callable[[int], float]:
+    """Return the times between and beyond those that were measured, by the number of tokens."""
+    counts, times = list(milliseconds), list(milliseconds.values())
+    each = (times[-1] - times[-2]) / (counts[-1] - counts[-2])
+    return lambda count: float(np.interp(count, counts, times)) + each * max(0, count - counts[-1])
 
 
 TIMES: dict[str, Callable[[int], float]] = {
@@ -58,16 +52,12 @@ TIMES: dict[str, Callable[[int], float]] = {
     "dense-0.6b": lambda count: max(40.0, 40.0 + 3.0 * (count - 9)),
     "dense-tiny": lambda count: 0.45 + 0.075 * count,
     "moe-1b-amx": measured(
-        **{"t1": 25, "t2": 39, "t3": 51, "t4": 61, "t6": 73, "t8": 96, "t12": 110, "t16": 123, "t24": 144},
-        **{"t32": 143, "t48": 157, "t64": 164},
+        {1: 25, 2: 39, 3: 51, 4: 61, 6: 73, 8: 96, 12: 110, 16: 123, 24: 144, 32: 143, 48: 157, 64: 164}
     ),
-    "dense-0.6b-amx": measured(
-        **{"t1": 72, "t2": 75, "t4": 77, "t6": 78, "t8": 88, "t12": 97, "t16": 96, "t24": 114},
-        **{"t32": 116, "t48": 164, "t64": 182},
-    ),
+    "dense-0.6b-amx": measured({1: 72, 2: 75, 4: 77, 6: 78, 8: 88, 12: 97, 16: 96, 24: 114, 32: 116, 48: 164, 64: 182}),
 }
-"""Milliseconds of a step by its number of tokens: with two cores and vector instructions, and by `forward.py --steps` with
-one core and matrix instructions, of one row up to 6 tokens and of 8 rows beyond."""
+"""Milliseconds of a step by its number of tokens: with two cores and vector instructions, and, by `forward.py --steps`,
+with one core and matrix instructions, of one row up to 6 tokens and of 8 rows beyond."""
 
 DELAYED = 0.03
 """Part of the steps that something else delays, by up to three times their time."""

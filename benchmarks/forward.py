@@ -8,8 +8,8 @@ runs alone has to wake the team of threads first, so the sum of all is above the
 processor time in place of elapsed time, for a machine that runs other programs, too; use one thread with it, because
 waiting threads consume processor time.
 
-With `--steps` there are other figures instead: the time of steps of these numbers of tokens, divided among the rows, with
-logits for every token, as in a step that checks drafts.
+With `--steps` there are other figures instead: the time of steps of these numbers of tokens, divided among the rows,
+with logits for every token, as in a step that checks drafts.
 """
 
 from __future__ import annotations
@@ -121,8 +121,10 @@ def print_steps(model: Model, arguments: argparse.Namespace, clock: Callable[[],
             model.cache_shape(BLOCK), num_blocks=num_blocks, dtype=model.cache_dtype, device=torch.device("cpu")
         )
         seconds = _best(lambda: model.logits(model.forward(batch, cache)), arguments.repeat, clock)  # noqa: B023
-        each = "" if before is None else f"{1e3 * (seconds - before[1]) / (count - before[0]):8.2f} for each further one"
-        print(f"{count:4} tokens of {rows} rows {1e3 * seconds:9.2f} ms {each}", flush=True)
+        line = f"{count:4} tokens of {rows} rows {1e3 * seconds:9.2f} ms"
+        if before is not None:
+            line += f" {1e3 * (seconds - before[1]) / (count - before[0]):8.2f} for each further one"
+        print(line, flush=True)
         before = count, seconds
 
 
