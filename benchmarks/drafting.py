@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 from speculation import METHODS, WORKLOADS, Case, Group, Texts
 
 from eagleray.config.speculation import speculation
@@ -38,12 +39,25 @@ CLIENT = ClientId("benchmark", 0)
 BUDGET = 65_536
 """Tokens of a step: all prompts of a group are one step, which does not count."""
 
+
+def measured(milliseconds: dict[int, float]) -> Callable[[int], float]:
+    """Return the times between and beyond those that were measured, by the number of tokens."""
+    counts, times = list(milliseconds), list(milliseconds.values())
+    each = (times[-1] - times[-2]) / (counts[-1] - counts[-2])
+    return lambda count: float(np.interp(count, counts, times)) + each * max(0, count - counts[-1])
+
+
 TIMES: dict[str, Callable[[int], float]] = {
     "moe-1b": lambda count: 8.0 + 1.1 * count if count < 5 else 12.0 + 1.1 * count,
     "dense-0.6b": lambda count: max(40.0, 40.0 + 3.0 * (count - 9)),
     "dense-tiny": lambda count: 0.45 + 0.075 * count,
+    "moe-1b-amx": measured(
+        {1: 25, 2: 39, 3: 51, 4: 61, 6: 73, 8: 96, 12: 110, 16: 123, 24: 144, 32: 143, 48: 157, 64: 164}
+    ),
+    "dense-0.6b-amx": measured({1: 72, 2: 75, 4: 77, 6: 78, 8: 88, 12: 97, 16: 96, 24: 114, 32: 116, 48: 164, 64: 182}),
 }
-"""Milliseconds of a step by its number of tokens."""
+"""Milliseconds of a step by its number of tokens: with two cores and vector instructions, and, by `forward.py --steps`,
+with one core and matrix instructions, of one row up to 6 tokens and of 8 rows beyond."""
 
 DELAYED = 0.03
 """Part of the steps that something else delays, by up to three times their time."""

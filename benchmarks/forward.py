@@ -1,12 +1,15 @@
 """Times of the operations of a forward pass: each native operation runs alone, summed up by kind.
 
 python benchmarks/forward.py CHECKPOINT [--tokens N] [--rows N] [--context N] [--threads N] [--cpu-time]
-    [--quantization int8] [--kv-cache-dtype int8]
+    [--quantization int8] [--kv-cache-dtype int8] [--steps 1 2 4 8 16]
 
 The pass computes `--tokens` new tokens for each of `--rows` rows that have `--context` cached tokens. An operation that
 runs alone has to wake the team of threads first, so the sum of all is above the whole. `--cpu-time` measures
 processor time in place of elapsed time, for a machine that runs other programs, too; use one thread with it, because
 waiting threads consume processor time.
+
+With `--steps` there are other figures instead: the time of steps of these numbers of tokens, divided among the rows,
+with logits for every token, as in a step that checks drafts.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import argparse
 import ctypes
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.program import NativeOp
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.kernels.kv_cache import KVCache
+from eagleray.models.base import Model
 from eagleray.models.registry import load_model
 
 BLOCK = 16
@@ -53,6 +57,7 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--quantization", choices=("int8", "int4", "fp8"))
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8", "fp8"])
+    parser.add_argument("--steps", type=int, nargs="+", metavar="TOKENS")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     clock = time.process_time if arguments.cpu_time else time.perf_counter
@@ -66,7 +71,10 @@ def main() -> None:
         on_progress=None,
         kv_cache_dtype=arguments.kv_cache_dtype,
     )
-    batch = make_batch(arguments.rows, arguments.tokens, arguments.context)
+    if arguments.steps:
+        print_steps(model, arguments, clock)
+        return
+    batch = make_batch([arguments.tokens] * arguments.rows, arguments.context)
     num_blocks = int(batch.block_table.max()) + 1
     cache = KVCache.allocate(
         model.cache_shape(BLOCK), num_blocks=num_blocks, dtype=model.cache_dtype, device=torch.device("cpu")
@@ -103,20 +111,37 @@ def main() -> None:
         print(f"{name:<24}{1e3 * seconds:10.3f} ms {rate}")
 
 
-def make_batch(rows: int, tokens: int, context: int) -> ForwardBatch:
-    lengths = context + tokens
-    blocks = -(-lengths // BLOCK)
+def print_steps(model: Model, arguments: argparse.Namespace, clock: Callable[[], float]) -> None:
+    """Print milliseconds by the number of tokens, and the milliseconds for each further token since the line before."""
+    rows, before = arguments.rows, None
+    for count in arguments.steps:
+        batch = make_batch([count // rows + (index >= rows - count % rows) for index in range(rows)], arguments.context)
+        num_blocks = int(batch.block_table.max()) + 1
+        cache = KVCache.allocate(
+            model.cache_shape(BLOCK), num_blocks=num_blocks, dtype=model.cache_dtype, device=torch.device("cpu")
+        )
+        seconds = _best(lambda: model.logits(model.forward(batch, cache)), arguments.repeat, clock)  # noqa: B023
+        line = f"{count:4} tokens of {rows} rows {1e3 * seconds:9.2f} ms"
+        if before is not None:
+            line += f" {1e3 * (seconds - before[1]) / (count - before[0]):8.2f} for each further one"
+        print(line, flush=True)
+        before = count, seconds
+
+
+def make_batch(counts: Sequence[int], context: int) -> ForwardBatch:
+    """Return a batch of rows with these numbers of new tokens, which ascend, behind `context` cached ones."""
+    rows, blocks = len(counts), -(-(context + max(counts)) // BLOCK)
     table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
-    positions = np.tile(np.arange(context, lengths, dtype=np.int32), rows)
-    owner = np.repeat(np.arange(rows), tokens)
+    positions = np.concatenate([np.arange(context, context + count, dtype=np.int32) for count in counts])
+    owner = np.repeat(np.arange(rows), counts)
     return ForwardBatch(
-        token_ids=np.random.default_rng(0).integers(10, 7000, rows * tokens, dtype=np.int32),
+        token_ids=np.random.default_rng(0).integers(10, 7000, len(positions), dtype=np.int32),
         positions=positions,
         slot_mapping=table[owner, positions // BLOCK] * BLOCK + positions % BLOCK,
         block_table=table,
-        seq_lens=np.full(rows, lengths, dtype=np.int32),
-        query_start_loc=np.arange(rows + 1, dtype=np.int32) * tokens,
-        num_decodes=rows if tokens == 1 else 0,
+        seq_lens=np.array(counts, dtype=np.int32) + context,
+        query_start_loc=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        num_decodes=sum(count == 1 for count in counts),
     )
 
 

@@ -17,7 +17,7 @@ from eagleray.config.serving import ServingConfig
 from eagleray.config.vllm_options import option_fate, translate
 from eagleray.errors import ConfigError
 from eagleray.log import get_logger
-from eagleray.preflight import checked_model
+from eagleray.preflight import checked_config
 
 logger = get_logger(__name__)
 
@@ -68,8 +68,7 @@ class EngineArgs:
 
         Options that were not given come from the environment.
         """
-        config = self.parse()
-        return msgspec.structs.replace(config, model=checked_model(config.model))
+        return checked_config(self.parse())
 
     def parse(self) -> Config:
         """Check the values, and return the configuration for another process, which looks for the model. Otherwise as

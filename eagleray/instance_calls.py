@@ -40,7 +40,7 @@ METHODS_ELSEWHERE = {
     "get_metrics": "outputs have `metrics`, and servers have /metrics",
     "reset_mm_cache": "prompts have no images, sound or video",
     "score": "`LLM.score` gives scores, and `encode` embeddings to compare",
-    "start_draft_weight_update": "there are no draft models",
+    "start_draft_weight_update": "draft models keep their weights, and a layer for drafts is a part of every update",
     "start_profile": "profile the workers by a worker extension (`worker_extension_cls`)",
     "stop_profile": "profile the workers by a worker extension (`worker_extension_cls`)",
 }

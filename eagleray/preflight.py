@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from eagleray.client.text.chat_template import read_template
 from eagleray.config.resolve import max_model_len
-from eagleray.config.sections import ModelConfig
+from eagleray.config.sections import Config, ModelConfig
+from eagleray.config.speculation import speculation
 from eagleray.errors import CheckpointError
 from eagleray.grammars.whitespace import check_whitespace
+from eagleray.hub.draft_model import find_draft_model
 from eagleray.hub.model_json import config_file, read_config
 from eagleray.hub.prepare import prepare_model
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.rope_config import stated_length
+from eagleray.worker.draft_files import check_draft_model
+
+
+def checked_config(config: Config) -> Config:
+    """Return the configuration with its model checked and pinned, see `checked_model`. A draft model is found or
+    fetched, too, and compared with the model."""
+    model, drafts = checked_model(config.model), speculation(config.scheduling.speculative_config)
+    if drafts is not None and drafts.model:
+        check_draft_model(find_draft_model(model, drafts), model)
+    return msgspec.structs.replace(config, model=model)
 
 
 def checked_model(model: ModelConfig) -> ModelConfig:

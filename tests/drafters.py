@@ -77,14 +77,15 @@ class EagerModelDrafter(ModelDrafter):
 
 
 class RecordingDrafter(EagerModelDrafter):
-    """Keeps all proposals for greedy requests, with the tokens before them."""
+    """Keeps all proposals for greedy requests without grammars, with the tokens before them."""
 
     def __init__(self, options: Speculation) -> None:
         super().__init__(options)
         self.proposals: list[tuple[list[int], list[int]]] = []
 
     def on_proposal(self, follower: ProposedTokens, token_ids: list[int]) -> None:
-        if token_ids and follower.request.sampling.temperature == 0:
+        sampling = follower.request.sampling
+        if token_ids and sampling.temperature == 0 and not sampling.is_masked:
             self.proposals.append((list(follower.request.token_ids), token_ids))
         super().on_proposal(follower, token_ids)
 

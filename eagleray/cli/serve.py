@@ -9,8 +9,6 @@ import socket
 import time
 from typing import Any
 
-import msgspec
-
 from eagleray.cli.listener import api_url, open_listener
 from eagleray.cli.options import server_config
 from eagleray.config.api_keys import with_api_keys
@@ -20,7 +18,7 @@ from eagleray.config.sections import Config
 from eagleray.fleet.supervisor import Supervisor
 from eagleray.fleet.timeouts import FLUSH_SECONDS
 from eagleray.log import get_logger
-from eagleray.preflight import checked_model
+from eagleray.preflight import checked_config
 from eagleray.process.open_files import raise_open_files_limit
 from eagleray.server.connection_limit import SPARE_FILES, connection_limit
 from eagleray.server.tls import load_tls
@@ -59,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     connection_limit(config.serving.max_connections, open_files=open_files)
     load_tls(config.serving, warns=True)  # files that do not fit together are an error before processes start
     # here, too: a wrong name is an error at once, and a download takes as long as it takes
-    config = msgspec.structs.replace(config, model=checked_model(config.model))
+    config = checked_config(config)
     if config.model.model is None:
         logger.info("no model was given, so this is the embedded demo model, a toy of a few million parameters")
     with open_listener(config.serving) as listener:

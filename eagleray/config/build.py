@@ -25,7 +25,7 @@ from eagleray.config.resolve import (
 )
 from eagleray.config.sections import Config
 from eagleray.config.serving import JSON_LISTS, REPEATED
-from eagleray.config.speculation import check_speculation
+from eagleray.config.speculation import speculation
 from eagleray.config.suggestions import suggest
 from eagleray.config.traces import check_traces
 from eagleray.config.vllm_table import MEANINGS, TABLE
@@ -70,7 +70,7 @@ def build_config(**options: Any) -> Config:
     check_executor(config)
     check_experts(config)
     check_lora(config)
-    check_speculation(config)
+    speculation(config.scheduling.speculative_config)
     check_traces(config.observability)
     _check_ray_is_installed(config)
     return msgspec.structs.replace(config, observability=with_log_config(config.observability))

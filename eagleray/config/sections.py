@@ -293,7 +293,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             description='Drafts of tokens that a step checks together, as JSON: {"method": "ngram", '
             '"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}, or {"method": "suffix"} '
-            'to find them in the outputs of all requests, or {"method": "draft_model", "model": DIR, '
+            'to find them in the outputs of all requests, or {"method": "draft_model", "model": NAME, '
             '"num_speculative_tokens": 3} to have a smaller model propose them, or {"method": "mtp", '
             '"num_speculative_tokens": 1} for the layer of DeepSeek-V3. Tokens and log-probabilities are the '
             "same with and without. See docs/speculation.md."

@@ -8,8 +8,6 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from eagleray.config.resolve import expert_engines
-from eagleray.config.sections import Config
 from eagleray.config.suggestions import suggest
 from eagleray.errors import ConfigError
 
@@ -20,8 +18,14 @@ METHODS = ("ngram", "suffix", "draft_model", "mtp")
 ALIASES = {"deepseek_mtp": "mtp"}
 """Other names of methods, which vLLM has."""
 
-OWN_FIELDS = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_", "draft_model": "model"}
-"""Beginning of the names of the fields that one method alone has."""
+OWN_FIELDS = {
+    "ngram": ("prompt_lookup_",),
+    "suffix": ("suffix_decoding_",),
+    "draft_model": ("model", "revision", "quantization"),
+}
+"""Beginnings of the names of the fields that one method alone has."""
+
+Quantization = Literal["fp8", "int8", "int4", "gptq", "awq", "compressed-tensors"]
 
 DEFAULT_LOOKUP = 5
 """Tokens of an n-gram that is looked up, where neither `prompt_lookup_min` nor `prompt_lookup_max` is given."""
@@ -40,7 +44,11 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     num_speculative_tokens: int
     """Most tokens that are drafted for a request in one step."""
     model: str = ""
-    """Directory of the draft model; empty for the methods without one."""
+    """Directory, id or URL of the draft model; empty for the methods without one."""
+    revision: str | None = None
+    """Branch, tag or commit of its id; None for main."""
+    quantization: Quantization | None = None
+    """Format to which its weights are quantized when they are loaded; None for that of the checkpoint."""
     prompt_lookup_min: int = DEFAULT_LOOKUP
     prompt_lookup_max: int = DEFAULT_LOOKUP
     """Least and most last tokens of a request that are looked up among its tokens before."""
@@ -65,6 +73,8 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
     method: str | None = None
     num_speculative_tokens: int | None = None
     model: str | None = None
+    revision: str | None = None
+    quantization: Quantization | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_tree_depth: int | None = None
@@ -94,7 +104,7 @@ def speculation(options: Mapping[str, Any]) -> Speculation | None:
     if method not in METHODS:
         what = "missing" if method is None else f"{method!r}, which is not supported"
         raise _error(f"`method` is {what}; it must be {', '.join(METHODS[:-1])} or {METHODS[-1]}")
-    others = tuple(start for one, start in OWN_FIELDS.items() if one != method)
+    others = tuple(start for one, starts in OWN_FIELDS.items() if one != method for start in starts)
     for name in options:
         if name.startswith(others):
             raise _error(f"`{name}` is no field of the method {method}")
@@ -105,31 +115,15 @@ def speculation(options: Mapping[str, Any]) -> Speculation | None:
     return _ngram(given) if method == "ngram" else _suffix(given)
 
 
-def check_speculation(config: Config) -> None:
-    """Raise `ConfigError` for a wrong `speculative_config`, and for a model that drafts where none is supported."""
-    options = speculation(config.scheduling.speculative_config)
-    if options is None or not options.has_model:
-        return
-    if config.parallel.pipeline_parallel_size > 1:
-        raise _error(
-            "a draft model, or a layer that drafts, runs between the steps of one stage, but pipeline_parallel_size is "
-            f"{config.parallel.pipeline_parallel_size}: set it to 1, or take the method ngram or suffix"
-        )
-    if expert_engines(config) > 1:
-        raise _error(
-            f"engines that share their experts (`enable_expert_parallel` with data_parallel_size "
-            f"{config.parallel.data_parallel_size}) would wait for the drafts of each other: take the method "
-            "ngram or suffix"
-        )
-
-
 def _draft_model(given: _Given) -> Speculation:
     if not given.model:
-        raise _error("the method draft_model needs `model`, the directory of the draft model")
+        raise _error("the method draft_model needs `model`, the directory or the id of the draft model")
     return Speculation(
         method="draft_model",
         num_speculative_tokens=_num_tokens(given.num_speculative_tokens),
         model=given.model,
+        revision=given.revision,
+        quantization=given.quantization,
     )
 
 

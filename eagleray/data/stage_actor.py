@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 
 from eagleray.config.log_config import set_up_log
@@ -21,7 +20,7 @@ from eagleray.data.outputs import RowOutput, append_outputs
 from eagleray.data.stages import Stage, check_columns
 from eagleray.errors import EagleRayError, EngineFailed
 from eagleray.instance import InstanceThread
-from eagleray.preflight import checked_model
+from eagleray.preflight import checked_config
 from eagleray.row_errors import ROW_ERRORS
 
 MAX_SHOWN_CHARS = 80
@@ -37,7 +36,7 @@ class StageActor:
         self, config: Config, stage: Stage, *, errors: OnError, output_prefix: str, max_in_flight: int
     ) -> None:
         set_up_log("llm", config)
-        config = msgspec.structs.replace(config, model=checked_model(config.model))
+        config = checked_config(config)
         self._stage = stage
         self._errors = errors
         self._output_prefix = output_prefix

@@ -236,6 +236,10 @@ class LLGuidanceMatcher:
         if tokens and not self._matcher.is_stopped():
             self._matcher.consume_tokens(tokens)
 
+    def copy(self) -> LLGuidanceMatcher:
+        """See `Matcher.copy`."""
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._ends)
+
 
 def _compute_mask(matcher: LLMatcher, mask: TokenMask, kind: GrammarKind) -> None:
     """Compute the mask unless the text has ended. Raises `InvalidRequest` if a limit is hit."""

@@ -65,6 +65,10 @@ class Matcher(Protocol):
         """Go on by these tokens. End-of-sequence tokens are ignored."""
         ...
 
+    def copy(self) -> Matcher:
+        """Return a matcher in the same state, which goes on independently of this one."""
+        ...
+
 
 class CompiledGrammar(Protocol):
     """Makes matchers for completions, from any thread."""

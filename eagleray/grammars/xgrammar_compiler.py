@@ -85,6 +85,12 @@ class XGrammarMatcher:
             if self.failure is None and token_id not in self._eos_token_ids and not self._accepts(token_id):
                 self.failure = f"the grammar does not allow the token {token_id} that was generated"
 
+    def copy(self) -> XGrammarMatcher:
+        """See `Matcher.copy`."""
+        copy = XGrammarMatcher(self._matcher.fork(), self._eos_token_ids)
+        copy.failure = self.failure
+        return copy
+
     def _accepts(self, token_id: int) -> bool:
         return bool(self._matcher.accept_token(token_id))
 

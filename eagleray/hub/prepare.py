@@ -6,7 +6,9 @@ Names are searched in this order: a directory, the cache, the hub.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -28,6 +30,8 @@ from eagleray.hub.url_models import fetch_url, is_url
 from eagleray.log import get_logger
 
 logger = get_logger(__name__)
+
+Result = TypeVar("Result")
 
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 2.0, 30.0
 """Pauses of a node between two attempts to reach a hub: a short outage must not cost an engine."""
@@ -70,11 +74,16 @@ def fetch_model(model: ModelConfig, *, timeout: float, with_weights: bool) -> No
     Directories are not checked. `timeout`: seconds to wait for another process that fetches them, and for a hub that
     does not answer.
     """
+    options = HubOptions.of(model, lock_timeout=timeout)
+    retry_while_unreachable(lambda: _fetch_pinned(model, options, with_weights=with_weights), timeout=timeout)
+
+
+def retry_while_unreachable(fetch: Callable[[], Result], *, timeout: float) -> Result:
+    """Return what `fetch` returns. It is called again, for up to `timeout` seconds, while a hub does not answer."""
     deadline, pause = time.monotonic() + timeout, FIRST_PAUSE_SECONDS
     while True:
         try:
-            _fetch_pinned(model, HubOptions.of(model, lock_timeout=timeout), with_weights=with_weights)
-            return
+            return fetch()
         except HubUnreachable as error:
             if time.monotonic() + pause > deadline:
                 raise CheckpointError(str(error)) from error

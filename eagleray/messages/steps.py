@@ -105,7 +105,7 @@ class Proposal(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: list[int]
     """Tokens that are likely to follow the row's last one; empty if its tokens are not all in the draft model's cache
-    yet, or if there is no room for more."""
+    yet, if there is no room for more, or if its grammar allows none."""
     num_cached: int
     """Number of the row's first tokens that are in the draft model's cache, without the proposed ones."""
 

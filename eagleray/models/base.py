@@ -33,7 +33,7 @@ from eagleray.models.part import ModelPart
 from eagleray.models.sharding import kv_heads
 from eagleray.models.size import activation_bytes
 from eagleray.models.spec import ModelSpec
-from eagleray.models.tensor_names import TensorNames
+from eagleray.models.tensor_names import TensorNames, is_cache_scale
 from eagleray.models.update import WeightUpdate
 from eagleray.models.updates import ModelUpdates
 from eagleray.models.weights import Cut, Param, Weights
@@ -150,11 +150,11 @@ class Model(ABC):
 
     def may_be_dropped(self, name: str) -> bool:
         """Whether a checkpoint may have a tensor of this name, although no layer needs it: old ones hold computed
-        tables, some with tied embeddings hold the tied weight twice, some hold draft layers, which are left out, and a
-        model that pools may have been made to predict tokens."""
+        tables, some with tied embeddings hold the tied weight twice, some hold draft layers, which are left out, or
+        scales for the cache, and a model that pools may have been made to predict tokens."""
         first, spec = self.spec.num_layers, self.spec
         drafts = tuple(f"model.layers.{index}." for index in range(first, first + spec.num_draft_layers))
-        if name.startswith(drafts) or name.endswith("rotary_emb.inv_freq"):
+        if name.startswith(drafts) or name.endswith("rotary_emb.inv_freq") or is_cache_scale(name):
             return True
         return (name == HEAD and (spec.tie_embeddings or spec.pools)) or (name == LABEL_HEAD and spec.pools)
 

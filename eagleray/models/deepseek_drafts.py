@@ -39,14 +39,21 @@ class DeepSeekDrafts(DeepSeekV3):
         self, part: ModelPart, experts: ExpertLayout | None = None, *, cache_dtype: torch.dtype | None = None
     ) -> None:
         spec = part.spec
-        self._name = f"model.layers.{spec.num_layers - 1}"
+        self.layer_name = f"model.layers.{spec.num_layers - 1}"
+        """Beginning of the names of its tensors, without those of the embedding and the head."""
         self._embedding = _kept(EMBEDDING, spec.vocab_size, spec.hidden_size)
-        self._embedding_norm = _kept(f"{self._name}.enorm.weight", spec.hidden_size)
-        self._hidden_norm = _kept(f"{self._name}.hnorm.weight", spec.hidden_size)
+        self._embedding_norm = _kept(f"{self.layer_name}.enorm.weight", spec.hidden_size)
+        self._hidden_norm = _kept(f"{self.layer_name}.hnorm.weight", spec.hidden_size)
         self._projection = linear(
-            [f"{self._name}.eh_proj"], [spec.hidden_size], 2 * spec.hidden_size, is_quantizable=False
+            [f"{self.layer_name}.eh_proj"], [spec.hidden_size], 2 * spec.hidden_size, is_quantizable=False
         )
         super().__init__(part, experts, cache_dtype=cache_dtype)
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of the whole model's tensors and of the layer's."""
+        yield from super().names()
+        for group in (self._embedding_norm, self._hidden_norm, self._projection):
+            yield from group.names()
 
     def may_be_dropped(self, name: str) -> bool:
         """Return True: the other tensors of the checkpoint are the model's."""
@@ -81,7 +88,7 @@ class DeepSeekDrafts(DeepSeekV3):
         yield from (self._embedding, self._embedding_norm, self._hidden_norm, self._projection)
 
     def _make_norm(self) -> WeightGroup:
-        return _kept(f"{self._name}.shared_head.norm.weight", self.spec.hidden_size)
+        return _kept(f"{self.layer_name}.shared_head.norm.weight", self.spec.hidden_size)
 
     def _compute(self, x: HiddenStates, caches: Sequence[Tensor], context: Context) -> HiddenStates:
         for layer, cache in zip(self._layers, caches, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -35,6 +35,7 @@ from eagleray.models.sharding import check_experts, check_fits
 from eagleray.models.size import num_parameters, weight_bytes
 from eagleray.models.spec import ModelSpec
 from eagleray.models.stored_weights import WeightRules
+from eagleray.models.tensor_names import is_cache_scale
 from eagleray.models.weights import Weights
 from eagleray.parallel.groups import Groups
 
@@ -147,6 +148,8 @@ def load_model(
     cache_dtype = CACHE_DTYPES.get(kv_cache_dtype)
     if cache_dtype is not None and not kernels.serves_cache(cache_dtype, device, of_latents=spec.mla is not None):
         raise _cache_refusal(spec, device, kv_cache_dtype)
+    if load_format != "dummy" and groups.mesh.rank == 0:
+        _log_cache_scales(headers[1], kind, cache_dtype, device)
     stored = stored_as(spec)
     keeps_stored = stored in kernels.kept_formats
     kept = stored if keeps_stored else online
@@ -361,6 +364,23 @@ def _log_format(stored: StoredFormat, dtype: torch.dtype, *, is_kept: bool) -> N
             _name(dtype),
             _name(dtype),
         )
+
+
+def _log_cache_scales(
+    names: Iterable[str], dtype: torch.dtype, cache_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Log that scales for the cache are not used, if a checkpoint has `names` of some, and why."""
+    if not (scales := sorted(filter(is_cache_scale, names))):
+        return
+    line = "the checkpoint has %d scales for a cache of 8 bits (%s, …), which are not used: %s"
+    if cache_dtype is None:
+        logger.info(line, len(scales), scales[0], f"the cache is in {_name(dtype)}, which needs none")
+    elif device.type == "cpu":
+        reason = "in the caches of CPUs each token and head has a scale of its own, which is more exact"
+        logger.info(line, len(scales), scales[0], reason)
+    else:
+        reason = "the kernels of GPUs round keys and values to fp8 without scales; `kv_cache_dtype` auto rounds none"
+        logger.warning(line, len(scales), scales[0], reason)
 
 
 def _online_format(config: ConfigFile, spec: ModelSpec, quantization: str | None) -> WeightFormat | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 
@@ -11,6 +12,16 @@ from torch import Tensor
 from eagleray.errors import WeightsMismatch
 from eagleray.models.stored_weights import SCALES_SUFFIX
 from eagleray.models.weights import Alias
+
+CACHE_SCALE = re.compile(
+    r"model\.layers\.\d+\.self_attn\.((attn\.|[qkv]_proj\.)?(k|v|kv|q|prob)_scale|[qkv]_proj\.output_scale)"
+)
+"""Name of a number by which queries, keys, values or probabilities of 8 bits are scaled."""
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor of a checkpoint is a scale for caches of 8 bits. Nothing here uses these."""
+    return CACHE_SCALE.fullmatch(name) is not None
 
 
 class TensorNames:

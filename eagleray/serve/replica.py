@@ -23,7 +23,7 @@ from eagleray.config.sections import Config
 from eagleray.errors import ClusterError
 from eagleray.instance import LocalInstance
 from eagleray.metrics.ledger import Ledger
-from eagleray.preflight import checked_model
+from eagleray.preflight import checked_config
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.serve.adapter_source import AdapterSource, FindAdapter, adapter_capacity
 from eagleray.serve.adapters import AdapterCache
@@ -61,9 +61,9 @@ class ServedInstance:
         undo_omp_threads()
         undo_low_priority()
         set_up_log("replica", config)
-        model = await asyncio.to_thread(checked_model, config.model)
+        config = await asyncio.to_thread(checked_config, config)
         execution = msgspec.structs.replace(config.execution, instance_name=name)
-        config = msgspec.structs.replace(config, model=model, execution=execution)
+        config = msgspec.structs.replace(config, execution=execution)
         async with AsyncExitStack() as stack:
             instance = await LocalInstance.start(config, current_ray_context())
             stack.push_async_callback(instance.stop)

@@ -9,33 +9,23 @@ from typing import Any
 from eagleray.config.json_files import read_json_object, shown
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import ConfigError
-from eagleray.hub.locate import tokenizer_dir
+from eagleray.hub.locate import checkpoint_dir, tokenizer_dir
 from eagleray.hub.model_json import config_file, read_config
-from eagleray.models.config_file import ConfigFile
 
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def draft_directory(name: str, model: ModelConfig) -> Path:
-    """Return the directory of the draft model `name`. Raises `ConfigError` if it does not exist, or if the draft model
-    has another vocabulary or tokenizer than the model."""
-    directory = Path(name).expanduser()
-    if not directory.is_dir():
-        raise ConfigError(
-            f"option `speculative_config`: `model` is {shown(name)}, but there is no such directory here; give the "
-            "directory of the draft model, with config.json and *.safetensors files"
-        )
-    draft = ConfigFile.read(directory)
-    num_tokens, num_drafted = read_config(model).get("vocab_size"), draft.get("vocab_size")
+def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
+    """Raise `ConfigError` if the draft model has another vocabulary or tokenizer than the model. Both are pinned."""
+    num_tokens, num_drafted = read_config(model).get("vocab_size"), read_config(draft).get("vocab_size")
     if num_tokens != num_drafted:
         raise ConfigError(
             f"option `speculative_config`: the draft model must have the vocabulary of the model, but `vocab_size` is "
-            f"{shown(num_drafted)} in {draft.path} and {shown(num_tokens)} in {config_file(model)}; take a draft model "
-            "of the same family"
+            f"{shown(num_drafted)} in {config_file(draft)} and {shown(num_tokens)} in {config_file(model)}; take a "
+            "draft model of the same family"
         )
     if not model.skip_tokenizer_init:
-        _check_tokenizers(directory / TOKENIZER_FILE, tokenizer_dir(model) / TOKENIZER_FILE)
-    return directory
+        _check_tokenizers(checkpoint_dir(draft) / TOKENIZER_FILE, tokenizer_dir(model) / TOKENIZER_FILE)
 
 
 def _check_tokenizers(draft: Path, own: Path) -> None:

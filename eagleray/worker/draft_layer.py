@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagleray.grammars.matcher import Matcher
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.messages.steps import NewRow, Proposal
 from eagleray.models.deepseek_drafts import DeepSeekDrafts
 from eagleray.worker.draft_model import Proposals, Proposer
 from eagleray.worker.input_batch import InputBatch, IntArray, StepInputs, make_batch
-from eagleray.worker.sampler import HostSampler
+from eagleray.worker.sampler import NO_GUESS, HostSampler
 
 
 @dataclass(slots=True)
@@ -77,10 +78,11 @@ class DraftLayer(Proposer):
         passes: list[tuple[int, float]] = []
         going = predicted
         states = states[np.cumsum(counts) - 1]
+        matchers = self._sampler.copy_matchers([one.row for one in predicted])
         while going:
             began_at = time.perf_counter()
             num_rows = len(going)
-            states, going = self._guess(states, going)
+            states, going = self._guess(states, going, matchers)
             passes.append((num_rows, time.perf_counter() - began_at))
         return Proposals({one.row: Proposal(one.proposed, one.num_known) for one in predicted}, passes)
 
@@ -111,14 +113,20 @@ class DraftLayer(Proposer):
     def _limit(self, row: int, known: int, wanted: int) -> int:
         return min(wanted, min(self._rows.num_slots(row), self._max_len) - known + 1)
 
-    def _guess(self, states: Tensor, predicted: list[PredictedRow]) -> tuple[Tensor, list[PredictedRow]]:
-        """Propose a token for each row. Returns the states from which the next tokens are predicted, and their rows."""
+    def _guess(
+        self, states: Tensor, predicted: list[PredictedRow], matchers: Mapping[int, Matcher]
+    ) -> tuple[Tensor, list[PredictedRow]]:
+        """Propose a token for each row, if its grammar allows one. Returns the states from which the next tokens are
+        predicted, and their rows. `matchers`: see `HostSampler.guess`."""
         own = states[[one.index for one in predicted]]
         rows = np.array([one.row for one in predicted], dtype=np.int64)
         positions = np.array([one.num_known + len(one.proposed) for one in predicted], dtype=np.int64)
         going = []
-        for index, token_id in enumerate(self._sampler.guess(self._layer.token_logits(own), rows, positions).tolist()):
+        token_ids = self._sampler.guess(self._layer.token_logits(own), rows, positions, matchers).tolist()
+        for index, token_id in enumerate(token_ids):
             one = predicted[index]
+            if token_id == NO_GUESS:
+                continue
             self._rows.token_ids[one.row, positions[index]] = token_id
             one.proposed.append(token_id)
             if len(one.proposed) < one.limit:

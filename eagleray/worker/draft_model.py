@@ -6,7 +6,7 @@ model computes nothing before it is asked for a proposal. Then it first computes
 its cache: the whole prompt at first, and a few tokens later on.
 
 A proposed token is the one that the row would draw, with its own seed, if the logits of the draft model were those of
-the model. So at any temperature a draft model that equals the model is always right.
+the model, under the masks of its grammar. So at any temperature a draft model that equals the model is always right.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagleray.grammars.matcher import Matcher
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.messages.steps import NewRow, Proposal
 from eagleray.models.base import Model
 from eagleray.worker.input_batch import InputBatch, StepInputs, make_batch
-from eagleray.worker.sampler import HostSampler
+from eagleray.worker.sampler import NO_GUESS, HostSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +117,11 @@ class DraftModel(Proposer):
         known = {row: num_known[row] for row in limits if row in num_known}
         drafting = self._begin(limits, known)
         going, passes = drafting, []
+        matchers = self._sampler.copy_matchers([one.row for one in drafting])
         while going:
             began_at = time.perf_counter()
             num_tokens = sum(one.end - one.start for one in going)
-            going = self._pass(going)
+            going = self._pass(going, matchers)
             passes.append((num_tokens, time.perf_counter() - began_at))
         for one in drafting:
             self._cached[one.row].proposed = one.proposed[:-1]  # no pass has computed the last one
@@ -161,9 +163,9 @@ class DraftModel(Proposer):
         """Return how many tokens can be proposed. All but the last one are put into the cache."""
         return min(wanted, min(self._rows.num_slots(row), self._max_len) - known + 1)
 
-    def _pass(self, drafting: Sequence[DraftingRow]) -> list[DraftingRow]:
-        """Run a pass and propose a token for each row whose tokens are all in the cache. Returns the rows of the next
-        pass."""
+    def _pass(self, drafting: Sequence[DraftingRow], matchers: Mapping[int, Matcher]) -> list[DraftingRow]:
+        """Run a pass and propose a token for each row whose tokens are all in the cache, if its grammar allows one.
+        Returns the rows of the next pass. `matchers`: see `HostSampler.guess`."""
         drafting = sorted(drafting, key=lambda one: one.end - one.start > 1)
         rows = np.array([one.row for one in drafting], dtype=np.int64)
         first = np.array([one.start for one in drafting], dtype=np.int64)
@@ -176,9 +178,11 @@ class DraftModel(Proposer):
         logits = self._model.logits(hidden.index_select(0, torch.from_numpy(last).to(hidden.device)))
         assert logits is not None, "the draft model is whole"
         going = []
-        token_ids = self._sampler.guess(logits, rows[whole], ends[whole]).tolist()
+        token_ids = self._sampler.guess(logits, rows[whole], ends[whole], matchers).tolist()
         for index, token_id in zip(whole, token_ids, strict=True):
             one = drafting[index]
+            if token_id == NO_GUESS:
+                continue
             one.proposed.append(token_id)
             self._rows.token_ids[one.row, one.end] = token_id
             one.start, one.end = one.end, one.end + 1

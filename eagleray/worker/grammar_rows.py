@@ -100,6 +100,15 @@ class GrammarRows:
             if matcher is not None and self._matchers.get(row) is matcher:
                 self._tokens[row] = token_id
 
+    def copy_matchers(self, rows: Sequence[int]) -> dict[int, Matcher]:
+        """Return copies of the matchers of those of `rows` that have one, behind all of their tokens. No masks may be
+        under way."""
+        copies = {row: self._matchers[row].copy() for row in rows if row in self._matchers}
+        for row, matcher in copies.items():
+            if row in self._tokens:
+                matcher.accept([self._tokens[row]])
+        return copies
+
     def begin_masks(self, rows: MatchedRows) -> PendingMasks:
         """Begin to compute the masks of `rows`, after the last tokens that `accept` was given."""
         matchers = list(rows.matchers.values())

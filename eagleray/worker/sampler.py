@@ -10,7 +10,7 @@ Driven by the runner.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eagleray.grammars.matcher import Matcher, mask_words
 from eagleray.kernels.forward_batch import Int32Array
 from eagleray.kernels.inference import inference_mode
 from eagleray.kernels.ranking import Ranking
@@ -43,6 +44,11 @@ NOTHING_LEFT_BY_GRAMMAR = (
 )
 
 NO_INDICES = np.empty(0, dtype=np.int64)
+
+NO_GUESS = -1
+"""The number that `HostSampler.guess` returns in place of a token where none is allowed."""
+
+NO_MATCHERS: Mapping[int, Matcher] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,20 +260,46 @@ class HostSampler(TokenSampler[HostPlan]):
             reports = self._report(raw, None, reported, chosen, step)
         return gather_sampled(rows.tolist(), chosen.tolist(), reports, failed, masks)
 
+    def copy_matchers(self, rows: Sequence[int]) -> dict[int, Matcher]:
+        """Return copies of the matchers of those of `rows` that have a grammar, for `guess`."""
+        return {} if self._grammars is None or not self._grammars.has_rows else self._grammars.copy_matchers(rows)
+
     @inference_mode
-    def guess(self, logits: Tensor, rows: IntArray, positions: IntArray) -> IntArray:
-        """Return the token [n] that each row would choose at these positions if these logits were the model's, without
-        the masks of grammars. The sampling state stays unchanged. For the parameters see `prepare` and `launch`."""
+    def guess(
+        self, logits: Tensor, rows: IntArray, positions: IntArray, matchers: Mapping[int, Matcher] = NO_MATCHERS
+    ) -> IntArray:
+        """Return the token [n] that each row would choose at these positions if these logits were the model's, or
+        `NO_GUESS` where none is allowed. The sampling state stays unchanged.
+
+        matchers: of the rows that have a grammar, behind all tokens before these positions; they accept the tokens. For
+        the other parameters see `prepare` and `launch`.
+        """
         step = self._batch(rows, positions)
-        chosen, highest = self._ranking.first(logits)
-        _clear_broken(logits, chosen, highest)
+        matched = [(index, matchers[row]) for index, row in enumerate(rows.tolist()) if row in matchers]
+        if matched:
+            masks = np.empty((len(matched), mask_words(self._state.vocab_size)), dtype=np.int32)
+            for mask, (_, matcher) in zip(masks, matched, strict=True):
+                matcher.fill_mask(mask)
+                if matcher.failure is not None:
+                    mask[:] = 0
+            indices = np.array([index for index, _ in matched], dtype=np.int64)
+            chosen, highest, _ = self._ranking.first_allowed(logits, self._tensor(indices), self._tensor(masks))
+        else:
+            chosen, highest = self._ranking.first(logits)
+        broken = _clear_broken(logits, chosen, highest)
         if step.used & SamplingFeature.BY_PARAMETERS:
-            chosen, highest, _ = self._choose_adjusted(logits, step)
+            chosen, highest, further = self._choose_adjusted(logits, step)
+            broken += further
         if step.used & SamplingFeature.RANDOM:
             self._draw(logits, highest, step, out=chosen)
         if step.used & SamplingFeature.FORCED:
             chosen = self._force(chosen, step)
-        return chosen.numpy(force=True)
+        token_ids: IntArray = chosen.numpy(force=True)
+        token_ids[broken] = NO_GUESS
+        for index, matcher in matched:
+            if token_ids[index] != NO_GUESS:
+                matcher.accept([int(token_ids[index])])
+        return token_ids
 
     def _batch(self, rows: IntArray, positions: IntArray) -> _Batch:
         use = self._state.use[rows]

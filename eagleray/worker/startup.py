@@ -10,7 +10,6 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,10 @@ from eagleray.config.resolve import (
     max_model_len,
     option_that_needs_invariance,
 )
-from eagleray.config.sections import Config
+from eagleray.config.sections import Config, ModelConfig
 from eagleray.config.speculation import MAX_DRAFT_TOKENS, speculation
 from eagleray.errors import ConfigError
+from eagleray.hub.draft_model import fetch_draft_model
 from eagleray.hub.locate import checkpoint_dir
 from eagleray.hub.model_json import config_file, read_config
 from eagleray.hub.pooling import find_pooling
@@ -48,7 +48,7 @@ from eagleray.parallel.groups import Groups, OpenedGroups, listen_address
 from eagleray.parallel.mesh import EnginePosition, Mesh
 from eagleray.process.host_memory import host_free_bytes
 from eagleray.worker.device import choose_device, set_threads
-from eagleray.worker.draft_files import draft_directory
+from eagleray.worker.draft_files import check_draft_model
 from eagleray.worker.extension import Extension
 from eagleray.worker.grammar_rows import GrammarRows
 from eagleray.worker.grammars import WorkerGrammars
@@ -171,9 +171,9 @@ class LoadedWorker:
         # nothing to do on the host of the program that started the engines, which has fetched it
         timeout = self.setup.config.execution.startup_timeout
         fetch_model(self.setup.config.model, timeout=timeout, with_weights=True)
-        directory = self._draft_directory()
+        drafts = self._find_drafts()
         self.model = self._load_with_kernels()
-        self.draft_model = None if directory is None else self._load_draft_model(directory)
+        self.draft_model = None if drafts is None else self._load_draft_model(drafts)
         """The draft model, or the layer that drafts; None without one, and on ranks that do not report what a step
         samples."""
         config = self.setup.config.model
@@ -331,40 +331,47 @@ class LoadedWorker:
         )
         return model
 
-    def _draft_directory(self) -> Path | None:
-        """Return the directory from which this rank loads the draft model or the draft layer; None if it has neither.
-        Raises `ConfigError` if it cannot draft for the model."""
+    def _find_drafts(self) -> ModelConfig | None:
+        """Return the configuration from which this rank loads the draft model, or that of the model for its layer that
+        drafts; None if it has neither. Raises `ConfigError` if it cannot draft for the model."""
         options = speculation(self.setup.config.scheduling.speculative_config)
         if options is None or not options.has_model or not self.mesh.is_sampler:
             return None
         model = self.setup.config.model
-        return draft_directory(options.model, model) if options.model else checkpoint_dir(model)
+        if not options.model:
+            return model
+        draft = fetch_draft_model(model, options, timeout=self.setup.config.execution.startup_timeout)
+        check_draft_model(draft, model)
+        return draft
 
-    def _load_draft_model(self, directory: Path) -> Model:
+    def _load_draft_model(self, config: ModelConfig) -> Model:
         """Load the whole draft model, or layer, whatever part of the model this rank has."""
-        config = self.setup.config
-        options = speculation(config.scheduling.speculative_config)
-        is_layer = options is not None and options.method == "mtp"
-        files = ConfigFile(config_file(config.model), read_config(config.model)) if is_layer else None
-        model = load_model(
-            directory,
-            config=files,
-            dtype=config.model.dtype,
-            load_format=config.model.load_format,
-            device=self.device,
-            seed=config.model.seed,
-            on_progress=None,
-            total_memory=total_bytes(self.device),
-            attention_backend=config.execution.attention_backend,
-            quantization=config.model.quantization if is_layer else None,
-            drafts=is_layer,
-        )
+        is_layer = config is self.setup.config.model
+        directory = checkpoint_dir(config)
+        try:
+            model = load_model(
+                directory,
+                config=ConfigFile(config_file(config), read_config(config)),
+                dtype=config.dtype,
+                load_format=config.load_format,
+                device=self.device,
+                seed=config.seed,
+                on_progress=None,
+                total_memory=total_bytes(self.device),
+                attention_backend=self.setup.config.execution.attention_backend,
+                quantization=config.quantization,
+                drafts=is_layer,
+            )
+        except ConfigError as error:
+            name = "the layer that drafts" if is_layer else f"the draft model {directory}"
+            raise ConfigError(f"{name} (`speculative_config`): {error}") from None
         logger.info(
-            "loaded %s %s, %s, %.1f M parameters in %s",
+            "loaded %s %s, %s, %.1f M parameters in %s%s",
             "the layer for drafts of" if is_layer else "the draft model",
             directory,
             model.spec.architecture,
             model.num_parameters / 1e6,
+            "" if config.quantization is None else f"{config.quantization} and ",
             str(model.dtype).removeprefix("torch."),
         )
         return model

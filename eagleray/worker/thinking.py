@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 
 from eagleray.grammars.matcher import Matcher, TokenMask, allow, allow_only, forbid
 from eagleray.messages.thinking import Thinking
@@ -66,6 +67,13 @@ class ThinkingMatcher(Matcher):
             self._last.append(token_id)
             if self._phase is not _Phase.THINKING or token_id in self._last_of_ends:
                 self._advance(tuple(self._last))
+
+    def copy(self) -> ThinkingMatcher:
+        """See `Matcher.copy`."""
+        copied = copy(self)
+        copied._answer = None if self._answer is None else self._answer.copy()
+        copied._last = self._last.copy()
+        return copied
 
     def _advance(self, last: tuple[int, ...]) -> None:
         """Go on after a token of a phase before the answer."""

@@ -58,7 +58,7 @@ from eagleray.messages.steps import (
     WorkerWoke,
     WriteAdapter,
 )
-from eagleray.messages.weight_transfer import PollTransfer, TransferCall, TransferReply
+from eagleray.messages.weight_transfer import FetchStorage, PollTransfer, TransferCall, TransferReply
 from eagleray.messages.workers import EngineOpened, GroupOpened, Topology
 from eagleray.models.deepseek_drafts import DeepSeekDrafts
 from eagleray.parallel.mesh import EnginePosition, Mesh
@@ -71,6 +71,7 @@ from eagleray.worker.draft_layer import DraftLayer
 from eagleray.worker.draft_model import DraftModel, Proposer
 from eagleray.worker.grammars import COMPILE_TIMEOUT_SECONDS, WorkerGrammars
 from eagleray.worker.input_batch import InputBatch
+from eagleray.worker.layer_update import LayerUpdates
 from eagleray.worker.logprobs import ScoreKind
 from eagleray.worker.memory import check_cache_fits, total_bytes
 from eagleray.worker.pooler import Pooler
@@ -302,7 +303,7 @@ class ServingWorker:
         self._memory = SleepableMemory(model, cache, limits, sampler.last_tokens, draft_cache=draft_cache)
         self._prefaulter = CachePrefaulter(cache, self._runner)
         self._weights = WeightUpdater(
-            model.start_update,
+            LayerUpdates(model, draft).start if isinstance(draft, DeepSeekDrafts) else model.start_update,
             rank=loaded.rank,
             device=loaded.device,
             init_defaults=config.execution.weight_transfer_config,
@@ -385,9 +386,23 @@ class ServingWorker:
         return WorkerExpertLoad(counts)
 
     def call_extension(self, method: str, arguments: bytes) -> ExtensionReturned:
-        return self._extension.call(method, arguments)
+        """Call a method of the worker extension. What it loads into the model does not reach a layer that drafts."""
+        returned = self._extension.call(method, arguments)
+        if returned.has_loaded_weights and isinstance(self._draft_model, DeepSeekDrafts):
+            logger.warning(
+                "the method `%s` has loaded weights: the layer for drafts stays as it is, and fewer of its proposals "
+                "may be right; updates by a weight transfer have it, too",
+                method,
+            )
+        return returned
 
     def transfer_weights(self, call: TransferCall) -> TransferReply:
+        if isinstance(call, FetchStorage) and isinstance(self._draft_model, DeepSeekDrafts):
+            logger.warning(
+                "the weights of update %d come from another engine, without those of the layer for drafts: fewer of "
+                "its proposals may be right until an update has it",
+                call.number,
+            )
         return self._weights.handle(call)
 
     def write_adapter(self, call: WriteAdapter) -> AdapterWritten:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 
-from eagleray.errors import ConfigError
+from eagleray.errors import ConfigError, WeightsMismatch
+from eagleray.models import registry
+from eagleray.models.base import Model
+from eagleray.worker.layer_update import LayerUpdates
 
 BIASED = (7, 8)
 """Tokens that requests generate most often, so that some proposals are right."""
@@ -52,6 +56,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layer[f"{NAME}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file({**tensors, **layer}, path, metadata={"format": "pt"})
     return directory
+
+
+def load(directory: Path, **options: Any) -> Model:
+    return registry.load_model(
+        directory,
+        dtype="auto",
+        load_format="auto",
+        device=torch.device("cpu"),
+        seed=None,
+        on_progress=None,
+        **options,
+    )
 
 
 class Oracle:
@@ -134,7 +150,11 @@ def test_draft_layer_proposals_equal_transformers(checkpoint: Path, drafters: li
 
 @pytest.mark.parametrize(
     "options",
-    [{"executor": "in-process"}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.grid)],
+    [
+        {"executor": "in-process"},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.grid),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.grid),
+    ],
     ids=str,
 )
 def test_draft_layer_answers_are_the_same_bits(
@@ -143,6 +163,44 @@ def test_draft_layer_answers_are_the_same_bits(
     expected = answers(checkpoint, **options)
     assert_equal(answers(checkpoint, speculative_config=CONFIG, **options), expected)
     assert drafters[-1].proposals
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_draft_layer_update_has_the_weights_of_a_layer_loaded_from_them(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, in_place: bool
+):
+    """The layer has tensors of its own, and copies of the embedding and of the head."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = load_file(checkpoint / "model.safetensors")
+    pushed = {name: 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+    shutil.copytree(checkpoint, tmp_path / "pushed")
+    save_file(pushed, tmp_path / "pushed" / "model.safetensors", metadata={"format": "pt"})
+    updates = LayerUpdates(model := load(checkpoint), layer := load(checkpoint, drafts=True))
+
+    def push(tensors: dict[str, Tensor]) -> None:
+        update = updates.start(in_place=in_place)
+        assert update.add(tensors.items()) >= tensors.keys() - {"lm_head.weight"}
+        assert not update.missing() and not update.untouched()
+        update.apply()
+        update.drop()
+
+    push(pushed)
+    for found, drafts in ((model, False), (layer, True)):
+        expected = load(tmp_path / "pushed", drafts=drafts).storage()
+        assert all(torch.equal(one, other) for one, other in zip(found.storage(), expected, strict=True))
+    assert not caplog.records
+    caplog.clear()
+    for _ in range(2):
+        push({name: tensor for name, tensor in tensors.items() if not name.startswith(NAME)})
+    [line] = caplog.messages
+    assert f"no tensor {NAME}*: the layer for drafts stays" in line
+
+    update = updates.start(in_place=in_place)
+    with pytest.raises(WeightsMismatch, match=r"enorm\.weight' has the shape"):
+        update.check([(f"{NAME}enorm.weight", torch.zeros(3))])
+    update.add([(name := f"{NAME}mlp.shared_experts.gate_proj.weight", tensors[name])])
+    assert update.missing() == [f"{NAME}mlp.shared_experts.up_proj.weight"]
+    update.drop()
 
 
 def test_draft_layer_that_is_missing_is_refused(tmp_path):

@@ -4,6 +4,7 @@ work, and lose nothing when one of them exits."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -221,6 +222,26 @@ def test_expert_group_engines_with_several_workers_equal_one(checkpoint, prompts
             scale(http, data_parallel_size=3)
             scale(http, remove_ranks=[0])
             assert got + flat(events) == expected[1]
+
+
+@pytest.mark.grid  # test_draft_model.py has the tokens and log-probabilities of one engine
+def test_expert_group_draft_model_of_each_engine_tokens_equal_one_engine(checkpoint, prompts, expected):
+    """Engines propose in steps of their own choice. The draft model is the model itself, which each has whole."""
+    drafts = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 3}
+    options = ("--expert-dispatch", "all-to-all", "--speculative-config", json.dumps(drafts))
+    with serve(str(checkpoint), *TOGETHER, *options) as server, connect(server) as http:
+        there = wait_until_whole(http, 2)
+        random_load(http, prompts, expected, seconds=3.0, seed=2)
+        with stream(http, prompts[0], rank=0) as events:
+            got = next(events)
+            os.kill(server.child(label(1, there[1])), signal.SIGKILL)
+            got += flat(events)
+        assert got == expected[0]
+        wait_until_whole(http, 2)
+        with streams_on_all(http, prompts, expected):
+            scale(http, data_parallel_size=3)
+        name = "eagleray:spec_decode_num_accepted_tokens_total"
+        assert sum(count for sample, count in metrics(http).items() if sample.startswith(name)) > 0
 
 
 @contextlib.contextmanager

@@ -343,11 +343,25 @@ def samples(llm: LLM) -> list[tuple[list[int], list[float]]]:
     ]
 
 
+EXPERT_GROUP = {"executor": "in-process", "enable_expert_parallel": True, "expert_dispatch": "all-to-all"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["in-process", "processes"])
-def test_generate_with_drafts_killed_engine_keeps_outputs(checkpoint, llm, executor):
+@pytest.mark.parametrize(
+    ("options", "speculation"),
+    [
+        ({"executor": "in-process"}, SPECULATION),
+        ({"executor": "processes"}, SPECULATION),
+        (EXPERT_GROUP, {"method": "draft_model", "num_speculative_tokens": 3}),
+    ],
+    ids=str,
+)
+def test_generate_with_drafts_killed_engine_keeps_outputs(checkpoint, llm, options, speculation):
+    """The draft model is the model itself, which each engine has whole."""
     expected = samples(llm)
-    options = OPTIONS | {"executor": executor, "data_parallel_size": 2, "speculative_config": SPECULATION}
+    if speculation["method"] == "draft_model":
+        speculation = speculation | {"model": str(checkpoint)}
+    options = OPTIONS | options | {"data_parallel_size": 2, "speculative_config": speculation}
     with LLM(str(checkpoint), **options) as drafting, ThreadPoolExecutor(1) as pool:
         assert samples(drafting) == expected
         engine = child_of_ours("engine-0")

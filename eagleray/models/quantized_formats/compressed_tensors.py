@@ -16,8 +16,8 @@ from eagleray.models.quantized_formats.stored_format import StoredFormat
 
 METHOD = "compressed-tensors"
 STORAGES = ("pack-quantized", "int-quantized", "float-quantized")
-UNSUPPORTED = ("kv_cache_scheme", "transform_config", "moe_sparsity_config")
-"""Fields that change what the weights mean."""
+UNSUPPORTED = ("transform_config", "moe_sparsity_config")
+"""Fields that change what the weights mean. `kv_cache_scheme` does not: option `kv_cache_dtype` chooses the cache."""
 
 
 def read_compressed_tensors(config: ConfigFile) -> StoredFormat:

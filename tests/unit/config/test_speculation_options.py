@@ -35,8 +35,10 @@ def test_speculation_lookup_limits_default_as_in_vllm(given, expected):
         ({"method": "ngram", "prompt_lookup_mx": 3}, "no field `prompt_lookup_mx`; did you mean `prompt_lookup_max`?"),
         ({"method": "ngram", "model": "/draft"}, "`model` is no field of the method ngram"),
         ({"method": "ngram", "draft": 1}, "there is no field `draft`; there are method, num_speculative_tokens"),
-        ({"method": "draft_model", "num_speculative_tokens": 3}, "draft_model needs `model`, the directory of"),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, "draft_model needs `model`, the directory or the id"),
         ({"method": "mtp", "model": "/m", "num_speculative_tokens": 1}, "`model` is no field of the method mtp"),
+        ({"method": "mtp", "quantization": "int8"}, "`quantization` is no field of the method mtp"),
+        ({"model": "/draft", "num_speculative_tokens": 3, "quantization": "int2"}, "Invalid enum value 'int2'"),
         ({"method": "draft_model", "model": "/draft"}, "`num_speculative_tokens` must be a number from 1 to 64"),
         (
             {"model": "/draft", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
@@ -89,19 +91,9 @@ def test_speculation_flags_of_single_fields_are_one_option():
     assert translate({"spec_model": "/draft", "spec_tokens": 3}, own).options == {"speculative_config": expected}
 
 
-def test_speculation_draft_model_needs_one_stage_and_its_own_experts():
+def test_speculation_model_without_method_is_a_draft_model():
     options = {"model": "/draft", "num_speculative_tokens": "3"}
     drafts = speculation(options)
     assert (drafts.method, drafts.model, drafts.num_speculative_tokens) == ("draft_model", "/draft", 3)
     layer = speculation({"method": "deepseek_mtp"})
     assert (layer.method, layer.num_speculative_tokens) == ("mtp", 1)
-    with pytest.raises(ConfigError, match="but pipeline_parallel_size is 2: set it to 1, or take the method ngram"):
-        build_config(speculative_config=options, pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="would wait for the drafts of each other"):
-        build_config(
-            speculative_config=options,
-            enable_expert_parallel=True,
-            data_parallel_size=2,
-            expert_dispatch="all-to-all",
-        )
-    build_config(speculative_config=options, tensor_parallel_size=2)

@@ -20,7 +20,7 @@ FOREIGN = {
     *("InvalidAuthToken", "RAY_preload_python_modules", "max_surge_percent", "py_modules", "working_dir"),  # Ray's
     *("UserCodeException", "raise_original_map_exception"),  # Ray Data's
     *("--app-dir", "histogram_quantile"),  # of `serve run`, of Prometheus
-    *("desc_act", "modules_to_not_convert"),  # fields of quantized checkpoints
+    *("desc_act", "k_scale", "kv_cache_scheme", "modules_to_not_convert", "v_scale"),  # of quantized checkpoints
     "ray_eagleray_generation_tokens_total",  # the name of a metric of eagleray in Ray's
     # files that the reader writes
     *("after.json", "attach.json", "before.json", "file.yaml", "gpu.json", "probe.py", "request.json"),

@@ -90,7 +90,11 @@ def test_xgrammar_token_that_the_grammar_forbids_is_a_failure_of_its_matcher_alo
     other.accept([a])
     assert f"the token {a}" in (broken.failure or "")
     broken.fill_mask(np.zeros(mask_words(words.tokenizer.get_vocab_size()), dtype=np.int32))
-    assert other.failure is None and words.allows(other, words.encode("b")[0])
+    [b] = words.encode("b")
+    copy = other.copy()
+    copy.accept([b])
+    assert copy.is_complete and broken.copy().failure == broken.failure
+    assert not other.is_complete and other.failure is None and words.allows(other, b)
 
 
 def test_xgrammar_refuses_a_tokenizer_whose_tokens_it_would_take_for_other_texts():

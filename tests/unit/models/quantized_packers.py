@@ -136,7 +136,7 @@ def scheme(storage: str, activations: dict[str, Any] | None = None, **weights: A
         "format": storage,
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", "re:.*mlp.gate$"],
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
     }
 
 

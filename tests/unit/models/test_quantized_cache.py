@@ -9,6 +9,7 @@ from checkpoints import make_checkpoint
 from harness import LocalEngine, random_prompt
 from model_runs import PagedRun, load, logits_in_chunks
 from ranks import run_ranks, topology
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from eagleray.config.resolve import DEMO_MODEL_DIR
@@ -42,6 +43,24 @@ def test_forward_demo_model_predicts_as_with_a_plain_cache(name):
     )
     divergence = (exact.exp() * (exact - found)).sum(-1).mean()
     assert 0 < divergence < MAX_DIVERGENCES[name]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({}, "the cache is in float32, which needs none"), ({"kv_cache_dtype": "fp8"}, "a scale of its own")],
+)
+def test_load_model_scales_for_the_cache_change_nothing_and_are_logged(tmp_path, caplog, options, reason):
+    directory = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    expected = logits_in_chunks(load(directory, **options), PROMPT, 150)
+    path = directory / "model.safetensors"
+    names = ("k_proj.k_scale", "v_proj.v_scale", "attn.k_scale", "k_scale", "v_scale", "v_proj.output_scale")
+    scales = {f"model.layers.1.self_attn.{name}": torch.tensor(0.5) for name in names}
+    save_file({**load_file(path), **scales}, path, metadata={"format": "pt"})
+    caplog.clear()
+    caplog.set_level("INFO")
+    assert torch.equal(logits_in_chunks(load(directory, **options), PROMPT, 150), expected)
+    [line] = [line for line in caplog.messages if "scales for a cache of 8 bits" in line]
+    assert line.startswith("the checkpoint has 6 scales") and reason in line
 
 
 @every_format

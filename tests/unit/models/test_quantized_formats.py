@@ -380,7 +380,7 @@ W8A8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
         (AWQ | {"group_size": 48}, "up_proj.qweight|q_proj.qweight.* 64 inputs, .* `group_size` 48 do not divide"),
         ({"quant_method": "compressed-tensors"}, "`config_groups` is missing"),
         (scheme("nvfp4-pack-quantized", **W4A16), "`format` 'nvfp4-pack-quantized' is not supported; supported are"),
-        (scheme("pack-quantized", **W4A16) | {"kv_cache_scheme": W8A8}, "`kv_cache_scheme` is not supported"),
+        (scheme("pack-quantized", **W4A16) | {"transform_config": {"a": 1}}, "`transform_config` is not supported"),
         (
             scheme("pack-quantized", **W4A16) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
             "in `quantization_config.sparsity_config`, `format` 'sparse-24-bitmask' is not supported",

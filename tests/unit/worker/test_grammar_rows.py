@@ -49,8 +49,20 @@ def test_grammar_rows_replayed_row_has_the_mask_of_one_that_went_on(grammar: Gra
         again, _ = replayed.begin_masks(select(replayed, 2)).wait()
         assert not failures and (masks == again).all()
         bits = np.unpackbits(masks.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
-        tokens.append(rng.choice(np.flatnonzero(bits).tolist()))
+        guessed, token_id = rng.choices(np.flatnonzero(bits).tolist(), k=2)
+        going_on.copy_matchers([1, 5])[1].accept([guessed])
+        tokens.append(token_id)
         going_on.accept(matched, [1], tokens[-1:])
+        ahead = np.empty_like(masks[0])
+        going_on.copy_matchers([1])[1].fill_mask(ahead)
+        assert (ahead == mask_after(sampling, tokens)).all()
+
+
+def mask_after(sampling: Sampling, tokens: list[int]) -> np.ndarray:
+    """Return the mask of a row that is added with these tokens."""
+    rows = make_rows()
+    rows.add_row(0, sampling, tokens)
+    return rows.begin_masks(select(rows, 0)).wait()[0][0]
 
 
 def test_grammar_rows_select_the_rows_with_a_grammar() -> None:
