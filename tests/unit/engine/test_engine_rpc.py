@@ -31,8 +31,8 @@ def num_cached(core: EngineCore, name: str) -> int:
     core.scheduler.add(request)
     chunks = []
     while core.scheduler.has_work:
-        chunks += core.step(lambda _: None).chunks
-    return chunks[0].chunk.num_cached_tokens
+        chunks += core.step(lambda _: None).by_client[CLIENT].chunks
+    return chunks[0].num_cached_tokens
 
 
 @pytest.fixture
