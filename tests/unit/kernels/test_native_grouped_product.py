@@ -76,6 +76,8 @@ CASES = [
     (Encoding.E2M1, 32, torch.bfloat16, False),
     (Encoding.INT8, 32, torch.float16, False),
     (Encoding.INT8, 16, torch.float16, True),
+    (Encoding.HALF_INT8, 64, torch.float32, True),
+    (Encoding.E4M3, 16, torch.float32, False),
     (Encoding.E4M3, 128, torch.float32, False),
 ]
 

@@ -20,15 +20,18 @@ struct CodedWeight {
 // Write the first `count` codes of an output's block. Codes of 4 bits share bytes with the output before, if it is odd.
 void pack_codes(const CGrouping& grouping, const uint8_t* codes, int64_t count, int lane, uint8_t* block) {
   const int outputs = decoded_pairs(int(grouping.bits)), output = lane % outputs;
+  const bool are_integers = has_integers(grouping), have_halves = are_integers && static_cast<const Bf16*>(grouping.values)->bits != 0;
   uint8_t* vector = block + lane / outputs * CODE_VECTOR;
   for (int64_t at = 0; at < count; at++) {
     const int64_t input = at % MIN_BLOCK;
     uint8_t* step = vector + at / MIN_BLOCK * (PANEL / outputs) * CODE_VECTOR;
-    if (grouping.bits == 8) {
+    if (are_integers) {
+      const uint8_t magnitude = codes[at] & 0x7f, negative = uint8_t(have_halves ? ~magnitude : -magnitude);
+      step[output * MIN_BLOCK + input] = codes[at] & 0x80 ? negative : magnitude;
+    } else if (grouping.bits == 8) {
       const int64_t word = input % 16 * 2 + input / 16;  // with the input 16 further on or back
       step[word / 8 * 16 + output * 8 + word % 8] = codes[at];
-    }
-    else if (output % 2 == 0) step[2 * input + output / 2] = codes[at];
+    } else if (output % 2 == 0) step[2 * input + output / 2] = codes[at];
     else step[2 * input + output / 2] |= uint8_t(codes[at] << 4);
   }
 }
@@ -113,7 +116,8 @@ void unpack_grouped_row(const CGrouping& grouping, const void* packed, int64_t r
   with_matrix_decoder(grouping, [&](const auto& decoder) {
     DecodedSteps steps;
     for (int64_t first = 0; first < k; first += block_size(grouping), panel += block_bytes(grouping)) {
-      decode_block(decoder, panel, steps.numbers);
+      PrefetchWithLines prefetch{{reinterpret_cast<const char*>(panel), 0}, nullptr, 0, 0};
+      decode_block(decoder, panel, steps.numbers, prefetch);
       for (int64_t i = 0; i < std::min(block_size(grouping), k - first); i++)
         *out++ = to_float(steps.of_output(i / MIN_BLOCK, row % PANEL)[i % MIN_BLOCK]);
     }

@@ -7,7 +7,7 @@
 // A packed weight consists of panels of PANEL outputs, as other weights do. A panel has its blocks one after another. A
 // block is a group, or with matrix instructions, which take 32 inputs, two groups of 16:
 //   codes    [chunks][2][64 bytes], each 64 bytes the codes of 16 outputs for 2 * decoded_pairs inputs; with matrix
-//            instructions [block / 32][chunks][64 bytes], those of 32 inputs for decoded_pairs outputs
+//            instructions [block / 32][chunks][64 bytes], those of 32 inputs for decoded_pairs outputs (`pack_codes`)
 // and for each group
 //   scales   [PANEL]
 //   offsets  [PANEL], if the weight has offsets
@@ -44,6 +44,15 @@ inline int64_t num_blocks(const CGrouping& grouping, int64_t k) { return divide_
 inline int64_t panel_bytes(const CGrouping& grouping, int64_t k) {
   return num_blocks(grouping, k) * block_bytes(grouping);
 }
+
+#ifdef HAS_MATRICES
+// Whether codes of 8 bits stand for consecutive integers, or integers and a half. They are packed in two's complement.
+inline bool has_integers(const CGrouping& grouping) {
+  if (grouping.bits != 8) return false;
+  auto value = [&](int code) { return to_float(static_cast<const Bf16*>(grouping.values)[code]); };
+  return value(1) == value(0) + 1 && value(127) == value(0) + 127;
+}
+#endif
 
 // ---- scales
 

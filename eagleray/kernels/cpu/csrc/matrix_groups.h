@@ -67,7 +67,7 @@ class MatrixDecoder<4> {
       : grouping_(grouping), values_(load(static_cast<const Bf16*>(grouping.values))) {}
 
   template <bool IS_SPLIT, bool HAS_OFFSETS>
-  void decode(const uint8_t* block, Bf16* to) const {
+  void decode(const uint8_t* block, Bf16* to, PrefetchWithLines& prefetch) const {
     constexpr int OUTPUTS = decoded_pairs(4);
     const BlockFactors factors(grouping_, block);
     const int64_t steps = block_size(grouping_) / STEP_INPUTS;
@@ -85,6 +85,7 @@ class MatrixDecoder<4> {
       const uint8_t* from = block + output / OUTPUTS * CODE_VECTOR;
       Bf16* at = to + output * STEP_INPUTS;
       for (int64_t step = 0; step < steps; step++, from += PANEL / OUTPUTS * CODE_VECTOR, at += PANEL * STEP_INPUTS) {
+        advance_by(prefetch, 1);
         const __m512i codes = _mm512_loadu_si512(from);
 #pragma GCC unroll 4
         for (int i = 0; i < OUTPUTS; i++) {
@@ -104,18 +105,50 @@ class MatrixDecoder<4> {
   const Floats values_;
 };
 
-// The values of codes are looked up. A word has an input of the first 16 and the one 16 further, see `pack_codes`.
+// Integers are converted, other values are looked up. A word has an input of the first 16 and the one 16 further.
 template <>
 class MatrixDecoder<8> {
  public:
-  explicit MatrixDecoder(const CGrouping& grouping) : grouping_(grouping), values_(grouping) {}
+  explicit MatrixDecoder(const CGrouping& grouping)
+      : grouping_(grouping),
+        values_(grouping),
+        has_integers_(has_integers(grouping)),
+        zero_(splat(to_float(*static_cast<const Bf16*>(grouping.values)))) {}
 
   template <bool IS_SPLIT, bool HAS_OFFSETS>
-  void decode(const uint8_t* block, Bf16* to) const {
+  void decode(const uint8_t* block, Bf16* to, PrefetchWithLines& prefetch) const {
+    if (has_integers_ && zero_[0] == 0) decode_integers<IS_SPLIT, HAS_OFFSETS, false>(block, to, prefetch);
+    else if (has_integers_) decode_integers<IS_SPLIT, HAS_OFFSETS, true>(block, to, prefetch);
+    else look_up<IS_SPLIT, HAS_OFFSETS>(block, to, prefetch);
+  }
+
+  const CGrouping& grouping() const { return grouping_; }
+
+ private:
+  template <bool IS_SPLIT, bool HAS_OFFSETS, bool HAS_HALVES>
+  void decode_integers(const uint8_t* block, Bf16* to, PrefetchWithLines& prefetch) const {
+    const BlockFactors factors(grouping_, block);
+    auto integers = [&](const uint8_t* from) {
+      const __m128i codes = _mm_loadu_si128(static_cast<const __m128i*>(static_cast<const void*>(from)));
+      const Floats values = (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+      return HAS_HALVES ? values + zero_ : values;
+    };
+    for (int64_t step = 0; step < block_size(grouping_) / STEP_INPUTS; step++)
+      for (int output = 0; output < PANEL; output++, block += STEP_INPUTS, to += STEP_INPUTS) {
+        if (output % decoded_pairs(8) == 0) advance_by(prefetch, 1);
+        const Floats first = factors.apply<HAS_OFFSETS>(integers(block), 0, output);
+        const Floats second = factors.apply<HAS_OFFSETS>(integers(block + LANES), IS_SPLIT ? 1 : 0, output);
+        _mm512_store_si512(to, round_both(first, second));
+      }
+  }
+
+  template <bool IS_SPLIT, bool HAS_OFFSETS>
+  void look_up(const uint8_t* block, Bf16* to, PrefetchWithLines& prefetch) const {
     constexpr int OUTPUTS = decoded_pairs(8);
     const BlockFactors factors(grouping_, block);
     for (int64_t step = 0; step < block_size(grouping_) / STEP_INPUTS; step++)
       for (int output = 0; output < PANEL; output += OUTPUTS, block += CODE_VECTOR, to += OUTPUTS * STEP_INPUTS) {
+        advance_by(prefetch, 1);
         Words pairs[OUTPUTS];
         values_.decode(block, pairs);
 #pragma GCC unroll 2
@@ -128,21 +161,21 @@ class MatrixDecoder<8> {
       }
   }
 
-  const CGrouping& grouping() const { return grouping_; }
-
- private:
   const CGrouping& grouping_;
   const Decoder<8> values_;
+  const bool has_integers_;
+  const Floats zero_;  // the value of code 0: 0 or a half
 };
 
-// to: [steps of a block][PANEL][STEP_INPUTS]
+// to: [steps of a block][PANEL][STEP_INPUTS]. Each vector of codes advances the prefetching.
 template <class Decode>
-void decode_block(const Decode& decoder, const uint8_t* block, Bf16* to) {
+void decode_block(const Decode& decoder, const uint8_t* block, Bf16* to, PrefetchWithLines& prefetch) {
   const CGrouping& grouping = decoder.grouping();
-  if (BlockFactors::is_split(grouping))
-    grouping.has_offsets ? decoder.template decode<true, true>(block, to) : decoder.template decode<true, false>(block, to);
-  else
-    grouping.has_offsets ? decoder.template decode<false, true>(block, to) : decoder.template decode<false, false>(block, to);
+  const bool is_split = BlockFactors::is_split(grouping);
+  if (is_split && grouping.has_offsets) decoder.template decode<true, true>(block, to, prefetch);
+  else if (is_split) decoder.template decode<true, false>(block, to, prefetch);
+  else if (grouping.has_offsets) decoder.template decode<false, true>(block, to, prefetch);
+  else decoder.template decode<false, false>(block, to, prefetch);
 }
 
 // Call work with the decoder of a weight.
@@ -164,20 +197,22 @@ class BlockReader {
         count_(blocks.count),
         from_(blocks.from),
         bytes_(block_bytes(blocks.grouping)),
+        vectors_(code_bytes(blocks.grouping) / CODE_VECTOR),
         numbers_(steps.numbers) {}
 
   int64_t steps_of_block() const { return steps_of_block_; }
 
-  // Return the numbers of block `index`. Blocks are read in order.
-  const Bf16* read(int64_t index) {
+  // Return the numbers of block `index`. Blocks are read in order, each of which advances the prefetching.
+  const Bf16* read(int64_t index, PrefetchWithLines& prefetch) {
     constexpr int64_t AHEAD = 3;
+    if (is_decoded_) advance_by(prefetch, vectors_);
     for (; next_ < count_ && next_ <= index + std::min(AHEAD, kept_ - 1); next_++, from_ += bytes_)
-      decode_block(decoder_, from_, numbers(next_));
+      decode_block(decoder_, from_, numbers(next_), prefetch);
     return numbers(index);
   }
 
   // All of the blocks have been decoded already.
-  void mark_decoded() { next_ = count_; }
+  void mark_decoded() { next_ = count_, is_decoded_ = true; }
 
  private:
   Bf16* numbers(int64_t index) const {  // kept_ is a power of 2
@@ -187,9 +222,10 @@ class BlockReader {
   const Decode& decoder_;
   const int64_t steps_of_block_, kept_, count_;  // in blocks
   const uint8_t* from_;
-  const int64_t bytes_;
+  const int64_t bytes_, vectors_;
   Bf16* const numbers_;
   int64_t next_ = 0;
+  bool is_decoded_ = false;
 };
 
 // ---- tiles
@@ -258,13 +294,11 @@ inline void add_blocks(BlockReader<Decode>& reader, const MatrixColumns& x, int6
                        const BlockSpan& blocks, float* sums, PrefetchWithLines prefetch) {
   const int64_t low = HAS_HIGH ? MATRIX_ROWS : rows, high = rows - low, stride = sum_stride(rows);
   const int64_t steps_of_block = reader.steps_of_block();
-  const int64_t vectors = code_bytes(blocks.grouping) / CODE_VECTOR;
   int64_t pair = blocks.begin * steps_of_block * STEP_PAIRS;
   MatrixRegisters::size_for_columns(low, high, STEP_PAIRS);
   load_sums<HAS_HIGH>(sums, stride, blocks.begin > 0);
   for (int64_t block = 0; block < blocks.count; block++) {
-    advance_by(prefetch, vectors);
-    const Bf16* weight = reader.read(block);
+    const Bf16* weight = reader.read(block, prefetch);
     for (int64_t step = 0; step < steps_of_block; step++, pair += STEP_PAIRS, weight += PANEL * STEP_INPUTS) {
       if (pair + STEP_PAIRS > all_pairs) {  // the last step, if k has a rest
         store_sums<HAS_HIGH>(sums, stride);
