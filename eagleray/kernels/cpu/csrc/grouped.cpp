@@ -20,7 +20,8 @@ struct CodedWeight {
 // Write the first `count` codes of an output's block. Codes of 4 bits share bytes with the output before, if it is odd.
 void pack_codes(const CGrouping& grouping, const uint8_t* codes, int64_t count, int lane, uint8_t* block) {
   const int outputs = decoded_pairs(int(grouping.bits)), output = lane % outputs;
-  const bool are_integers = has_integers(grouping), have_halves = are_integers && static_cast<const Bf16*>(grouping.values)->bits != 0;
+  const bool are_integers = has_integers(grouping);
+  const bool have_halves = are_integers && static_cast<const Bf16*>(grouping.values)->bits != 0;
   uint8_t* vector = block + lane / outputs * CODE_VECTOR;
   for (int64_t at = 0; at < count; at++) {
     const int64_t input = at % MIN_BLOCK;
