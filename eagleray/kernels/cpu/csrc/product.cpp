@@ -126,8 +126,8 @@ class Block {
     T* to = reinterpret_cast<T*>(BlockMemory::reserve(block_memory().rows, num_tiles * size / PAIR<T>));
     for (int64_t tile = 0; tile < num_tiles; tile++, to += size) {
       Span rows = rows_of(tile);
-      const auto interleave_tile = product.grouping ? interleave<T> : interleave_rows<T>;
-      interleave_tile(x + rows.begin, rows.end - rows.begin, num_pairs, to);
+      if (product.grouping) interleave(x + rows.begin, rows.end - rows.begin, num_pairs, to);
+      else interleave_rows(x + rows.begin, rows.end - rows.begin, num_pairs, to);
       x[rows.begin] = to;
     }
   }
