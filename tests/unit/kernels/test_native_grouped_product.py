@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.cpu.abi import abi
+from eagleray.kernels.cpu.build.library import native_library
+from eagleray.kernels.cpu.build.processor import processor_capabilities
 from eagleray.kernels.cpu.grouped import SCALE_KINDS, in_groups, layout, pack, packed_size, quantize
 from eagleray.kernels.grouped import Encoding, GroupedWeight, value_table
 from eagleray.kernels.quantized import Mxfp4Weight, WeightFormat, quantize_fp8
@@ -74,6 +76,8 @@ CASES = [
     (Encoding.E2M1, 32, torch.bfloat16, False),
     (Encoding.INT8, 32, torch.float16, False),
     (Encoding.INT8, 16, torch.float16, True),
+    (Encoding.HALF_INT8, 64, torch.float32, True),
+    (Encoding.E4M3, 16, torch.float32, False),
     (Encoding.E4M3, 128, torch.float32, False),
 ]
 
@@ -88,7 +92,7 @@ def check_products(
 ) -> None:
     weight = random_weight(encoding, size, scale_dtype, has_offsets=has_offsets)
     packed, x = Packed(library, weight), random_rows(max(NUM_ROWS))
-    numbers = weight.dequantize(torch.float64) if not has_offsets else exact_numbers(weight)
+    numbers = multiplied_numbers(library, weight).double()
     whole = packed.multiply(x, 2)
     bound = TOLERANCE * (x.double().abs() @ numbers.abs().t() + sum_of_parts(weight, x))
     assert ((whole.double() - x.double() @ numbers.t()).abs() <= bound).all()
@@ -102,13 +106,21 @@ def test_multiply_older_processor_equals_float64(other_library):
         check_products(other_library, encoding, size, scale_dtype, has_offsets=has_offsets)
 
 
+def multiplied_numbers(library: ctypes.CDLL, weight: GroupedWeight) -> Tensor:
+    """The numbers that products use: with matrix instructions they are rounded to bfloat16."""
+    numbers = exact_numbers(weight)
+    has_matrices = library is native_library() and processor_capabilities().get("amx_bf16")
+    return numbers.float().bfloat16() if has_matrices else numbers
+
+
 def exact_numbers(weight: GroupedWeight) -> Tensor:
     """The numbers in float64: scale times value plus offset, each of which is exact."""
     table = value_table(weight.encoding).double()
     table = torch.cat((table, -table)) if weight.encoding.bits == 8 else table
     numbers = table[weight.codes.int()].unflatten(1, (-1, weight.group_size)) * weight.scales.double()[:, :, None]
-    assert weight.offsets is not None
-    return (numbers + weight.offsets.double()[:, :, None]).flatten(1)
+    if weight.offsets is not None:
+        numbers = numbers + weight.offsets.double()[:, :, None]
+    return numbers.flatten(1)
 
 
 def sum_of_parts(weight: GroupedWeight, x: Tensor) -> Tensor:
@@ -144,7 +156,8 @@ def test_embed_reads_rows_of_packed_weight(library, encoding, size, scale_dtype,
     out = torch.full((len(ids), K), torch.nan)
     grouping = layout(weight).c
     library.er_embed(packed.memory.data_ptr(), 1, grouping, K, 0, N, ids.data_ptr(), len(ids), out.data_ptr(), 1, 2)
-    expected = torch.cat((weight.dequantize(torch.float32)[ids[:-1].long()], torch.zeros(1, K)))  # 100 is beyond
+    numbers = multiplied_numbers(library, weight).float()
+    expected = torch.cat((numbers[ids[:-1].long()], torch.zeros(1, K)))  # 100 is beyond
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
 
 

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "matrix_groups.h"
+
 namespace eagleray {
 namespace {
 
@@ -13,14 +15,29 @@ struct CodedWeight {
   const uint8_t* offsets;  // the same, or null
 };
 
-// The address of an output's codes of `chunk`, and of its first pair in there.
-uint8_t* code_address(const CGrouping& grouping, uint8_t* group, int64_t chunk, int lane) {
-  uint8_t* vector = group + (chunk * 2 + lane / LANES) * CODE_VECTOR;
-  int output = lane % LANES;
-  // 4 bits: a word has one input of each pair, so the two words of an output have its pairs. 8 bits: the pairs of four
-  // outputs are in 16 bytes, the first pair of each before the second.
-  return vector + (grouping.bits == 4 ? 4 * output : output / 4 * 16 + output % 4 * 2);
+#ifdef HAS_MATRICES
+
+// Write the first `count` codes of an output's block. Codes of 4 bits share bytes with the output before, if it is odd.
+void pack_codes(const CGrouping& grouping, const uint8_t* codes, int64_t count, int lane, uint8_t* block) {
+  const int outputs = decoded_pairs(int(grouping.bits)), output = lane % outputs;
+  const bool are_integers = has_integers(grouping);
+  const bool have_halves = are_integers && static_cast<const Bf16*>(grouping.values)->bits != 0;
+  uint8_t* vector = block + lane / outputs * CODE_VECTOR;
+  for (int64_t at = 0; at < count; at++) {
+    const int64_t input = at % MIN_BLOCK;
+    uint8_t* step = vector + at / MIN_BLOCK * (PANEL / outputs) * CODE_VECTOR;
+    if (are_integers) {
+      const uint8_t magnitude = codes[at] & 0x7f, negative = uint8_t(have_halves ? ~magnitude : -magnitude);
+      step[output * MIN_BLOCK + input] = codes[at] & 0x80 ? negative : magnitude;
+    } else if (grouping.bits == 8) {
+      const int64_t word = input % 16 * 2 + input / 16;  // with the input 16 further on or back
+      step[word / 8 * 16 + output * 8 + word % 8] = codes[at];
+    } else if (output % 2 == 0) step[2 * input + output / 2] = codes[at];
+    else step[2 * input + output / 2] |= uint8_t(codes[at] << 4);
+  }
 }
+
+#else
 
 // Four codes, of the even or the odd inputs of eight, in 16 bits.
 uint16_t gather_nibbles(uint64_t bytes) {
@@ -29,7 +46,7 @@ uint16_t gather_nibbles(uint64_t bytes) {
   return uint16_t((bytes & 0xff) | (bytes >> 24 & 0xff00));
 }
 
-void pack_codes(const CGrouping& grouping, const uint8_t* codes, uint8_t* to) {
+void pack_chunk(const CGrouping& grouping, const uint8_t* codes, uint8_t* to) {
   if (grouping.bits == 4) {
     uint64_t bytes;
     std::memcpy(&bytes, codes, sizeof bytes);
@@ -41,17 +58,29 @@ void pack_codes(const CGrouping& grouping, const uint8_t* codes, uint8_t* to) {
   }
 }
 
+// Write the first `count` codes of an output's block.
+void pack_codes(const CGrouping& grouping, const uint8_t* codes, int64_t count, int lane, uint8_t* block) {
+  const int64_t inputs = 2 * decoded_pairs(int(grouping.bits)), output = lane % LANES;
+  // 4 bits: a word has one input of each pair, so the two words of an output have its pairs. 8 bits: the pairs of four
+  // outputs are in 16 bytes, the first pair of each before the second.
+  uint8_t* to = block + lane / LANES * CODE_VECTOR + (grouping.bits == 4 ? 4 * output : output / 4 * 16 + output % 4 * 2);
+  for (int64_t at = 0; at < count; at += inputs, to += 2 * CODE_VECTOR) pack_chunk(grouping, codes + at, to);
+}
+
+#endif
+
 void pack_lane(const CGrouping& grouping, const CodedWeight& weight, int64_t row, int64_t k, int lane, uint8_t* panel) {
-  const int64_t inputs = 2 * decoded_pairs(int(grouping.bits)), chunks = grouping.size / inputs;
   const int64_t size = scale_size(grouping), groups = k / grouping.size;
-  for (int64_t group = 0; group < groups; group++, panel += group_bytes(grouping)) {
-    const uint8_t* codes = weight.codes + row * k + group * grouping.size;
-    for (int64_t chunk = 0; chunk < chunks; chunk++)
-      pack_codes(grouping, codes + chunk * inputs, code_address(grouping, panel, chunk, lane));
+  for (int64_t first = 0; first < k; first += block_size(grouping), panel += block_bytes(grouping)) {
+    const int64_t count = std::min(block_size(grouping), k - first);
+    pack_codes(grouping, weight.codes + row * k + first, count, lane, panel);
     uint8_t* scale = panel + code_bytes(grouping) + lane * size;
-    std::memcpy(scale, weight.scales + (row * groups + group) * size, size);
-    if (grouping.has_offsets)
-      std::memcpy(scale + PANEL * size, weight.offsets + (row * groups + group) * size, size);
+    for (int64_t group = first / grouping.size; group < (first + count) / grouping.size; group++) {
+      std::memcpy(scale, weight.scales + (row * groups + group) * size, size);
+      if (grouping.has_offsets)
+        std::memcpy(scale + PANEL * size, weight.offsets + (row * groups + group) * size, size);
+      scale += scale_bytes(grouping);
+    }
   }
 }
 
@@ -67,17 +96,12 @@ void pack_grouped(const Shard& shard, const CGrouping& grouping, const CodedWeig
   Span panels = range_of(shard, inner ? divide_up(inner, LANES) : divide_up(n, PANEL));
   for (int64_t panel = panels.begin; panel < panels.end; panel++) {
     uint8_t* to = out + panel * panel_bytes(grouping, k);
-    // the outputs beyond the last one are computed as well, with scales of zero
-    if (row_of(panel, PANEL - 1, n, inner) < 0) std::memset(to, 0, size_t(panel_bytes(grouping, k)));
+    // the outputs and inputs beyond the last ones are computed as well, with scales of zero
+    if (row_of(panel, PANEL - 1, n, inner) < 0 || k % block_size(grouping) != 0)
+      std::memset(to, 0, size_t(panel_bytes(grouping, k)));
     for (int lane = 0; lane < PANEL; lane++)
       if (int64_t row = row_of(panel, lane, n, inner); row >= 0) pack_lane(grouping, weight, row, k, lane, to);
   }
-}
-
-float scale_at(const CGrouping& grouping, const uint8_t* scales, int64_t lane) {
-  float all[PANEL];
-  for (int64_t at = 0; at < PANEL; at += LANES) store(all + at, load_scales(grouping, scales, at));
-  return all[lane];
 }
 
 }  // namespace
@@ -86,18 +110,41 @@ int64_t grouped_size(const CGrouping& grouping, int64_t n, int64_t k) {
   return divide_up(n, PANEL) * panel_bytes(grouping, k);
 }
 
+#ifdef HAS_MATRICES
+
+void unpack_grouped_row(const CGrouping& grouping, const void* packed, int64_t row, int64_t k, float* out) {
+  auto panel = static_cast<const uint8_t*>(packed) + row / PANEL * panel_bytes(grouping, k);
+  with_matrix_decoder(grouping, [&](const auto& decoder) {
+    DecodedSteps steps;
+    for (int64_t first = 0; first < k; first += block_size(grouping), panel += block_bytes(grouping)) {
+      PrefetchWithLines prefetch{{reinterpret_cast<const char*>(panel), 0}, nullptr, 0, 0};
+      decode_block(decoder, panel, steps.numbers, prefetch);
+      for (int64_t i = 0; i < std::min(block_size(grouping), k - first); i++)
+        *out++ = to_float(steps.of_output(i / MIN_BLOCK, row % PANEL)[i % MIN_BLOCK]);
+    }
+  });
+}
+
+#else
+
+float scale_at(const CGrouping& grouping, const uint8_t* scales, int64_t lane) {
+  float all[PANEL];
+  for (int64_t at = 0; at < PANEL; at += LANES) store(all + at, load_scales(grouping, scales, at));
+  return all[lane];
+}
+
 void unpack_grouped_row(const CGrouping& grouping, const void* packed, int64_t row, int64_t k, float* out) {
   auto panel = static_cast<const uint8_t*>(packed) + row / PANEL * panel_bytes(grouping, k);
   const int64_t lane = row % PANEL;
   with_decoder(grouping, [&](const auto& decoder) {
     constexpr int PAIRS = std::decay_t<decltype(decoder)>::PAIRS;
-    GroupSpan groups{grouping, panel, 0, k / grouping.size};
+    BlockSpan groups{grouping, panel, 0, k / grouping.size};
     for (int64_t group = 0; group < groups.count; group++) {
       const float scale = scale_at(grouping, groups.scales(group), lane);
       const float offset = grouping.has_offsets ? scale_at(grouping, groups.offsets(group), lane) : 0;
       for (int64_t chunk = 0; chunk < grouping.size / (2 * PAIRS); chunk++) {
         Words pairs[PAIRS];
-        decoder.decode(groups.group(group) + (chunk * 2 + lane / LANES) * CODE_VECTOR, pairs);
+        decoder.decode(groups.block(group) + (chunk * 2 + lane / LANES) * CODE_VECTOR, pairs);
         for (const Words& pair : pairs) {
           uint32_t values = pair[lane % LANES];
           *out++ = scale * to_float(Bf16{uint16_t(values)}) + offset;
@@ -107,6 +154,8 @@ void unpack_grouped_row(const CGrouping& grouping, const void* packed, int64_t r
     }
   });
 }
+
+#endif
 
 void sum_groups(const CGrouping& grouping, const Bf16* x, int64_t k, float* out) {
   for (int64_t group = 0; group < k / grouping.size; group++) {

@@ -4,8 +4,11 @@
 // serves integers, MXFP4, NF4 and FP8. A product multiplies the values with the inputs of a group, in pairs and in
 // order, and adds the sum times the scale to its total, group by group, whatever the number of rows.
 //
-// A packed weight consists of panels of PANEL outputs, as other weights do. A panel has its groups one after another:
-//   codes    [chunks][2][64 bytes], each 64 bytes the codes of 16 outputs for 2 * DECODED_PAIRS inputs
+// A packed weight consists of panels of PANEL outputs, as other weights do. A panel has its blocks one after another. A
+// block is a group, or with matrix instructions, which take 32 inputs, two groups of 16:
+//   codes    [chunks][2][64 bytes], each 64 bytes the codes of 16 outputs for 2 * decoded_pairs inputs; with matrix
+//            instructions [block / 32][chunks][64 bytes], those of 32 inputs for decoded_pairs outputs (`pack_codes`)
+// and for each group
 //   scales   [PANEL]
 //   offsets  [PANEL], if the weight has offsets
 #pragma once
@@ -15,17 +18,41 @@
 namespace eagleray {
 
 constexpr int64_t MAX_GROUP_PAIRS = 64;
-constexpr int64_t CODE_VECTOR = 64;  // bytes of codes that are decoded together, of 16 outputs
+constexpr int64_t CODE_VECTOR = 64;  // bytes of codes that are decoded together
 
-// Pairs of inputs that the codes of a vector decode to, for each output.
+#ifdef HAS_MATRICES
+constexpr int64_t MIN_BLOCK = 32;  // inputs
+#else
+constexpr int64_t MIN_BLOCK = 16;
+#endif
+
+// Words of 16 lanes that a vector of codes is decoded to, see `Decoder`.
 constexpr int decoded_pairs(int bits) { return 16 / bits; }
 
 inline int64_t scale_size(const CGrouping& grouping) { return grouping.scale_kind == SCALE_FLOAT32 ? 4 : 2; }
-inline int64_t code_bytes(const CGrouping& grouping) { return PANEL * grouping.size * grouping.bits / 8; }
-inline int64_t group_bytes(const CGrouping& grouping) {
-  return code_bytes(grouping) + PANEL * scale_size(grouping) * (grouping.has_offsets ? 2 : 1);
+inline int64_t block_size(const CGrouping& grouping) { return grouping.size > MIN_BLOCK ? grouping.size : MIN_BLOCK; }
+inline int64_t code_bytes(const CGrouping& grouping) { return PANEL * block_size(grouping) * grouping.bits / 8; }
+
+// The bytes of the scales and offsets of a group.
+inline int64_t scale_bytes(const CGrouping& grouping) {
+  return PANEL * scale_size(grouping) * (grouping.has_offsets ? 2 : 1);
 }
-inline int64_t panel_bytes(const CGrouping& grouping, int64_t k) { return k / grouping.size * group_bytes(grouping); }
+inline int64_t block_bytes(const CGrouping& grouping) {
+  return code_bytes(grouping) + block_size(grouping) / grouping.size * scale_bytes(grouping);
+}
+inline int64_t num_blocks(const CGrouping& grouping, int64_t k) { return divide_up(k, block_size(grouping)); }
+inline int64_t panel_bytes(const CGrouping& grouping, int64_t k) {
+  return num_blocks(grouping, k) * block_bytes(grouping);
+}
+
+#ifdef HAS_MATRICES
+// Whether codes of 8 bits stand for consecutive integers, or integers and a half. They are packed in two's complement.
+inline bool has_integers(const CGrouping& grouping) {
+  if (grouping.bits != 8) return false;
+  auto value = [&](int code) { return to_float(static_cast<const Bf16*>(grouping.values)[code]); };
+  return value(1) == value(0) + 1 && value(127) == value(0) + 127;
+}
+#endif
 
 // ---- scales
 
@@ -60,7 +87,8 @@ inline Floats load_scales(const CGrouping& grouping, const uint8_t* scales, int6
 
 inline Floats add_scaled(Floats total, Floats scale, Floats sum) { return total + scale * sum; }
 
-// ---- decoders. A vector of 64 bytes becomes, for each pair of inputs in order, 16 outputs with one pair of values.
+// ---- decoders. A vector of 64 bytes becomes, for each pair of inputs in order, 16 outputs with one pair of values; with
+// matrix instructions, for each output in order, the values of 32 inputs.
 
 template <int BITS>
 class Decoder;
@@ -166,30 +194,16 @@ inline void with_decoder(const CGrouping& grouping, Work&& work) {
 
 // ---- parts of a panel
 
-// Consecutive groups of a packed panel.
-struct GroupSpan {
+// Consecutive blocks of a packed panel.
+struct BlockSpan {
   const CGrouping& grouping;
-  const uint8_t* from;   // the first group
-  int64_t begin, count;  // its number in the panel, and the number of groups
+  const uint8_t* from;   // the first block
+  int64_t begin, count;  // its number in the panel, and the number of blocks
 
-  const uint8_t* group(int64_t index) const { return from + index * group_bytes(grouping); }
-  const uint8_t* scales(int64_t index) const { return group(index) + code_bytes(grouping); }
+  const uint8_t* block(int64_t index) const { return from + index * block_bytes(grouping); }
+  const uint8_t* scales(int64_t index) const { return block(index) + code_bytes(grouping); }
   const uint8_t* offsets(int64_t index) const { return scales(index) + PANEL * scale_size(grouping); }
 };
-
-// Decode a group to bfloat16 pairs [pairs][PANEL], as a weight without groups is packed.
-template <class Decode>
-void decode_group(const Decode& decoder, const GroupSpan& groups, int64_t group, Bf16* out) {
-  const int64_t chunks = code_bytes(groups.grouping) / (2 * CODE_VECTOR);
-  const uint8_t* from = groups.group(group);
-  for (int64_t chunk = 0; chunk < chunks; chunk++, out += Decode::PAIRS * PANEL * 2)
-    for (int half = 0; half < 2; half++, from += CODE_VECTOR) {
-      Words pairs[Decode::PAIRS];
-      decoder.decode(from, pairs);
-      for (int pair = 0; pair < Decode::PAIRS; pair++)
-        std::memcpy(out + (pair * PANEL + half * LANES) * 2, &pairs[pair], sizeof(Words));
-    }
-}
 
 // The number of bytes of a packed weight of n outputs; those of gate and up are padded together.
 int64_t grouped_size(const CGrouping& grouping, int64_t n, int64_t k);

@@ -1,4 +1,5 @@
-// Tiles of weights of few bits, see grouped.h: a few rows times some groups of a panel.
+// Tiles of weights of few bits, see grouped.h: a few rows times some groups of a panel. With matrix instructions
+// matrix_groups.h has them.
 //
 // Where the processor multiplies pairs by one instruction, codes are decoded in registers, by each tile anew: this takes
 // less time than writing decoded values and reading them again. Elsewhere a group is decoded to memory first.
@@ -7,87 +8,31 @@
 #include "grouped.h"
 #include "product_tile.h"
 
+#ifndef HAS_MATRICES
+
 namespace eagleray {
 
 // The sums of the inputs of groups, which offsets are multiplied with, by row of the tile. Null without offsets.
 using InputSums = const float* const*;
 
-constexpr int64_t DECODED_PAIRS = 128;  // of a part that is decoded, or up to one group more; 16 KB
-
 #ifdef __AVX512BF16__
 
-// Sums of the products of some groups with the rows of a tile.
-#ifdef HAS_MATRICES
-
-constexpr int GROUPED_TILE_ROWS = 4;  // more rows are multiplied by matrix instructions
-constexpr int64_t SUMMED_PAIRS = 16;
-
-// The operations of a matrix instruction in their order, so that few rows have the bits that they have among many: the
-// even and the odd inputs of SUMMED_PAIRS pairs are summed, then both are added up and to the total. Denormal numbers
-// must count as zero meanwhile, see `FlushedDenormals`.
-template <int GROUPS, int ROWS, int HALVES>
-struct PartialSums {
-  Floats of[GROUPS][ROWS][HALVES] = {}, even[GROUPS][ROWS][HALVES] = {}, odd[GROUPS][ROWS][HALVES] = {};
-
-  void add(int group, int row, int half, Words weights, const Bf16* pair) {
-    Words low = weights << 16, high = weights & 0xffff0000u;
-    even[group][row][half] += splat(to_float(pair[0])) * (Floats)low;
-    odd[group][row][half] += splat(to_float(pair[1])) * (Floats)high;
-  }
-  void end_pairs() {
-#pragma GCC unroll 4
-    for (int group = 0; group < GROUPS; group++)
-#pragma GCC unroll 4
-      for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 2
-        for (int half = 0; half < HALVES; half++) {
-          of[group][row][half] += even[group][row][half] + odd[group][row][half];
-          even[group][row][half] = odd[group][row][half] = Floats{};
-        }
-  }
-};
-
-// Denormal numbers are taken for zero, and become zero, while this lives.
-class FlushedDenormals {
- public:
-  FlushedDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushedDenormals() { _mm_setcsr(before_); }
-
- private:
-  unsigned before_;
-};
-
-#else
-
 constexpr int GROUPED_TILE_ROWS = TILE_ROWS<Bf16>;
-constexpr int64_t SUMMED_PAIRS = MAX_GROUP_PAIRS;
-
-template <int GROUPS, int ROWS, int HALVES>
-struct PartialSums {
-  Floats of[GROUPS][ROWS][HALVES] = {};
-
-  void add(int group, int row, int half, Words weights, const Bf16* pair) {
-    of[group][row][half] = dot(of[group][row][half], Pairs<Bf16>{weights}, splat_pair(pair));
-  }
-  void end_pairs() {}
-};
-
-#endif
 
 // The number of halves of a panel, 16 outputs each, that a tile multiplies together. Few rows have registers for both.
-constexpr int halves_of(int rows) { return rows <= (BY_MATRIX<Bf16> ? 2 : 4) ? 2 : 1; }
+constexpr int halves_of(int rows) { return rows <= 4 ? 2 : 1; }
 
 // Add the products of the groups first, ..., first + GROUPS - 1 to total [ROWS][2], in order, for the halves of the
 // panel from `begin` on.
 template <class Decode, class Rows, int ROWS, int GROUPS, class Ahead>
-inline void add_groups(const Decode& decoder, const Rows& rows, const GroupSpan& groups, int64_t first, int begin,
+inline void add_groups(const Decode& decoder, const Rows& rows, const BlockSpan& groups, int64_t first, int begin,
                        InputSums input_sums, Floats (&total)[ROWS][2], Ahead& prefetch) {
   constexpr int HALVES = halves_of(ROWS);
   const CGrouping& grouping = groups.grouping;
   const int64_t chunks = code_bytes(grouping) / (2 * CODE_VECTOR), pairs_of_group = grouping.size / 2;
-  const int64_t stride = group_bytes(grouping);
-  const uint8_t* from = groups.group(first) + begin * CODE_VECTOR;
-  PartialSums<GROUPS, ROWS, HALVES> partial;
+  const int64_t stride = block_bytes(grouping);
+  const uint8_t* from = groups.block(first) + begin * CODE_VECTOR;
+  Floats partial[GROUPS][ROWS][HALVES] = {};
   for (int64_t chunk = 0; chunk < chunks; chunk++, from += 2 * CODE_VECTOR) {
 #pragma GCC unroll 4
     for (int group = 0; group < GROUPS; group++) {
@@ -100,10 +45,11 @@ inline void add_groups(const Decode& decoder, const Rows& rows, const GroupSpan&
 #pragma GCC unroll 4
         for (int i = 0; i < Decode::PAIRS; i++)
 #pragma GCC unroll 16
-          for (int row = 0; row < ROWS; row++) partial.add(group, row, half, weights[i], rows.at(row, pair + i));
+          for (int row = 0; row < ROWS; row++)
+            partial[group][row][half] =
+                dot(partial[group][row][half], Pairs<Bf16>{weights[i]}, splat_pair(rows.at(row, pair + i)));
       }
     }
-    if ((chunk + 1) * Decode::PAIRS % SUMMED_PAIRS == 0 || chunk + 1 == chunks) partial.end_pairs();
   }
 #pragma GCC unroll 4
   for (int group = 0; group < GROUPS; group++)
@@ -113,7 +59,7 @@ inline void add_groups(const Decode& decoder, const Rows& rows, const GroupSpan&
       const Floats scale = load_scales(grouping, groups.scales(first + group), to * LANES);
 #pragma GCC unroll 16
       for (int row = 0; row < ROWS; row++)
-        total[row][to] = add_scaled(total[row][to], scale, partial.of[group][row][half]);
+        total[row][to] = add_scaled(total[row][to], scale, partial[group][row][half]);
       if (!grouping.has_offsets) continue;
       const Floats offset = load_scales(grouping, groups.offsets(first + group), to * LANES);
 #pragma GCC unroll 16
@@ -125,7 +71,7 @@ inline void add_groups(const Decode& decoder, const Rows& rows, const GroupSpan&
 // x: as of `multiply_tile`, read from the inputs of the first group on. sums: [ROWS, PANEL]; if these are not the first
 // groups of the panel, they already hold the sums of those before.
 template <class Decode, class Ahead, int ROWS, template <class, int> class X>
-void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const GroupSpan& groups, InputSums input_sums,
+void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const BlockSpan& groups, InputSums input_sums,
                            float* sums, Ahead prefetch) {
   constexpr int GROUPS = ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;  // at a time, since products in a row wait for each other
   constexpr int64_t SHORT = 32;                              // the processor itself overlaps groups up to this size
@@ -151,8 +97,22 @@ void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const Gr
 
 constexpr int GROUPED_TILE_ROWS = TILE_ROWS<Bf16>;
 
+// Decode a group to bfloat16 pairs [pairs][PANEL], as a weight without groups is packed.
+template <class Decode>
+void decode_group(const Decode& decoder, const BlockSpan& groups, int64_t group, Bf16* out) {
+  const int64_t chunks = code_bytes(groups.grouping) / (2 * CODE_VECTOR);
+  const uint8_t* from = groups.block(group);
+  for (int64_t chunk = 0; chunk < chunks; chunk++, out += Decode::PAIRS * PANEL * 2)
+    for (int half = 0; half < 2; half++, from += CODE_VECTOR) {
+      Words pairs[Decode::PAIRS];
+      decoder.decode(from, pairs);
+      for (int pair = 0; pair < Decode::PAIRS; pair++)
+        std::memcpy(out + (pair * PANEL + half * LANES) * 2, &pairs[pair], sizeof(Words));
+    }
+}
+
 template <class Decode, class Ahead, int ROWS, template <class, int> class X>
-void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const GroupSpan& groups, InputSums input_sums,
+void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const BlockSpan& groups, InputSums input_sums,
                            float* sums, Ahead prefetch) {
   const CGrouping& grouping = groups.grouping;
   const int64_t pairs = grouping.size / 2;
@@ -179,7 +139,7 @@ void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const Gr
 #endif
 
 template <class Decode, class Ahead>
-using GroupedTile = void (*)(const Decode&, const Bf16* const*, const GroupSpan&, InputSums, float*, Ahead);
+using GroupedTile = void (*)(const Decode&, const Bf16* const*, const BlockSpan&, InputSums, float*, Ahead);
 
 template <class Decode, class Ahead, template <class, int> class X, int... ROWS>
 constexpr std::array<GroupedTile<Decode, Ahead>, sizeof...(ROWS)> list_grouped_tiles(
@@ -197,3 +157,5 @@ inline GroupedTile<Decode, Ahead> choose_grouped_tile(int64_t rows, bool is_inte
 }
 
 }  // namespace eagleray
+
+#endif

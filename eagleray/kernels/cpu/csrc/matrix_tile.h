@@ -5,7 +5,6 @@
 // and k is divided into the same steps for each, so that a row's sums have the same bits in any company.
 #pragma once
 
-#include "grouped.h"
 #include "product_tile.h"
 
 #ifdef HAS_MATRICES
@@ -43,7 +42,10 @@ class MatrixSizes {
   void set(int index, int64_t rows, int64_t row_bytes) {
     sizes_.rows[index] = uint8_t(rows), sizes_.row_bytes[index] = uint16_t(row_bytes);
   }
-  void load() const { _tile_loadconfig(&sizes_); }
+  void load() const {
+    asm volatile("" ::"m"(sizes_));  // GCC takes the instruction to read no more than 8 bytes
+    _tile_loadconfig(&sizes_);
+  }
 
  private:
   struct {
@@ -65,6 +67,19 @@ class MatrixRegisters {
       if (high == 0) return;
       for (int index : {HIGH_FIRST, HIGH_SECOND}) sizes.set(index, high, 64);
       sizes.set(HIGH_ROWS, high, 4 * pairs);
+    });
+  }
+
+  // Size them for products with weights of few bits, see matrix_groups.h, of `low` and `high` rows in steps of `pairs`
+  // pairs. What they hold is lost.
+  static void size_for_columns(int64_t low, int64_t high, int64_t pairs) {
+    resize(int64_t(2) << 32 | low << 16 | high << 8 | pairs, [=](MatrixSizes& sizes) {
+      for (int index : {LOW_FIRST, LOW_SECOND}) sizes.set(index, LANES, 4 * low);
+      sizes.set(LOW_ROWS, pairs, 4 * low);
+      for (int index : {FIRST_HALF, SECOND_HALF}) sizes.set(index, LANES, 4 * pairs);
+      if (high == 0) return;
+      for (int index : {HIGH_FIRST, HIGH_SECOND}) sizes.set(index, LANES, 4 * high);
+      sizes.set(HIGH_ROWS, pairs, 4 * high);
     });
   }
 
@@ -199,94 +214,6 @@ inline void multiply_rows(const Bf16* const* x, int64_t rows, bool is_interleave
   };
   if (steps) multiply(0, steps, STEP_PAIRS);
   if (rest) multiply(steps, 1, rest);
-}
-
-// ---- weights of few bits: a part of a panel is decoded once, for all rows
-
-// Decode groups to [pairs][PANEL][2].
-template <class Decode>
-inline void decode_groups(const Decode& decoder, const GroupSpan& groups, Prefetch prefetch, Bf16* to) {
-  const int64_t size = groups.grouping.size * PANEL, bytes = group_bytes(groups.grouping);
-  for (int64_t group = 0; group < groups.count; group++) {
-    for (int64_t at = 0; at < bytes; at += CACHE_LINE) __builtin_prefetch(prefetch.from + group * bytes + at);
-    decode_group(decoder, groups, group, to + group * size);
-  }
-}
-
-// Add the products of ROWS rows with decoded groups to sums [ROWS, PANEL], group by group. The sums of a group are
-// computed by the matrix instructions, and multiplied with its scales in vectors.
-template <int ROWS>
-inline void add_decoded_groups(const Bf16* rows, int64_t row_bytes, int64_t step, const Bf16* decoded,
-                               const GroupSpan& groups, const float* const* input_sums, float* sums) {
-  constexpr int HALVES = ROWS <= 8 ? 2 : 1;  // of the panel at a time, whose sums fit into the registers
-  const CGrouping& grouping = groups.grouping;
-  const int64_t group_pairs = grouping.size / 2, depth = std::min(group_pairs, STEP_PAIRS);
-  MatrixRegisters::size_for_product(ROWS, 0, depth);
-  for (int begin = 0; begin < 2; begin += HALVES) {
-    Floats total[ROWS][HALVES];
-#pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 2
-      for (int half = 0; half < HALVES; half++)
-        total[row][half] = groups.begin > 0 ? load(sums + row * PANEL + (begin + half) * LANES) : Floats{};
-    const Bf16* weight = decoded + begin * LANES * 2;
-    for (int64_t group = 0; group < groups.count; group++) {
-      alignas(64) float partial[HALVES][ROWS][LANES];
-      _tile_zero(LOW_FIRST);
-      if (HALVES == 2) _tile_zero(LOW_SECOND);
-      for (int64_t pair = 0; pair < group_pairs; pair += depth, weight += depth * PANEL * 2) {
-        const int64_t at = (groups.begin + group) * group_pairs + pair;
-        _tile_loadd(LOW_ROWS, rows + at / STEP_PAIRS * step + at % STEP_PAIRS * 2, row_bytes);
-        _tile_loadd(FIRST_HALF, weight, PANEL * 4);
-        _tile_dpbf16ps(LOW_FIRST, LOW_ROWS, FIRST_HALF);
-        if (HALVES == 2) {
-          _tile_loadd(SECOND_HALF, weight + LANES * 2, PANEL * 4);
-          _tile_dpbf16ps(LOW_SECOND, LOW_ROWS, SECOND_HALF);
-        }
-      }
-      _tile_stored(LOW_FIRST, partial[0], 64);
-      if (HALVES == 2) _tile_stored(LOW_SECOND, partial[HALVES - 1], 64);
-#pragma GCC unroll 2
-      for (int half = 0; half < HALVES; half++) {
-        const Floats scale = load_scales(grouping, groups.scales(group), (begin + half) * LANES);
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; row++)
-          total[row][half] = add_scaled(total[row][half], scale, load(partial[half][row]));
-        if (!grouping.has_offsets) continue;
-        const Floats offset = load_scales(grouping, groups.offsets(group), (begin + half) * LANES);
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; row++)
-          total[row][half] = add_scaled(total[row][half], offset, splat(input_sums[row][groups.begin + group]));
-      }
-    }
-#pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 2
-      for (int half = 0; half < HALVES; half++)
-        store(sums + row * PANEL + (begin + half) * LANES, total[row][half]);
-  }
-}
-
-using AddDecodedGroups = void (*)(const Bf16*, int64_t, int64_t, const Bf16*, const GroupSpan&, const float* const*,
-                                  float*);
-
-template <int... ROWS>
-constexpr std::array<AddDecodedGroups, sizeof...(ROWS)> list_add_decoded(std::integer_sequence<int, ROWS...>) {
-  return {add_decoded_groups<ROWS + 1>...};
-}
-
-// Compute a tile of 1 to 32 rows for groups of a panel that `decode_groups` decoded. sums: [rows, PANEL]; if these are
-// not the first groups, they already hold the sums of those before. input_sums: see grouped_tile.h.
-inline void multiply_decoded(const Bf16* const* x, int64_t rows, bool is_interleaved, int64_t all_pairs,
-                             const Bf16* decoded, const GroupSpan& groups, const float* const* input_sums,
-                             float* sums) {
-  static constexpr auto add = list_add_decoded(std::make_integer_sequence<int, MATRIX_ROWS>{});
-  const MatrixRows matrix(x, rows, is_interleaved, all_pairs, 0);
-  const int64_t low_rows = std::min<int64_t>(rows, MATRIX_ROWS), high_rows = rows - low_rows;
-  add[low_rows - 1](matrix.low, matrix.row_bytes, matrix.step, decoded, groups, input_sums, sums);
-  if (high_rows)
-    add[high_rows - 1](matrix.high, matrix.row_bytes, matrix.step, decoded, groups, input_sums + MATRIX_ROWS,
-                       sums + MATRIX_ROWS * PANEL);
 }
 
 }  // namespace eagleray

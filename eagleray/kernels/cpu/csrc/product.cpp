@@ -16,6 +16,7 @@
 
 #include "adapters.h"
 #include "grouped_tile.h"
+#include "matrix_groups.h"
 #include "matrix_tile.h"
 #include "product_tile.h"
 
@@ -86,12 +87,12 @@ class Block {
 
   int64_t source_of(int64_t row) const { return product.x_rows ? product.x_rows[begin + row] : begin + row; }
 
-  // Whether parts of panels are decoded for all rows, as matrix instructions want them.
-  bool decodes_parts() const { return BY_MATRIX<T> && product.grouping && num_rows > GROUPED_TILE_ROWS; }
-
   int64_t num_parts() const {
-    if (decodes_parts()) return divide_up(num_pairs, DECODED_PAIRS);
-    return num_tiles == 1 ? 1 : divide_up(num_pairs, BLOCK_PAIRS);
+    if (num_tiles == 1) return 1;
+#ifdef HAS_MATRICES
+    if (product.grouping) return divide_up(num_pairs, DECODED_STEPS * STEP_PAIRS);
+#endif
+    return divide_up(num_pairs, BLOCK_PAIRS);
   }
 
   // Visit panel after panel. A long k is divided into parts; each part is visited for a few panels, whose sums are kept
@@ -116,7 +117,7 @@ class Block {
   Span rows_of(int64_t tile) const { return range_of({int(tile), int(num_tiles)}, num_rows, ROW_GRAIN<T>); }
   bool is_interleaved() const {
     if (!BY_MATRIX<T>) return num_tiles > FEW_TILES;
-    if (product.grouping && !decodes_parts()) return false;
+    if (product.grouping) return num_rows > 1;
     return num_tiles > 1 || (product.x_rows && num_rows > 1);  // rows that are not at equal distances
   }
 
@@ -125,7 +126,8 @@ class Block {
     T* to = reinterpret_cast<T*>(BlockMemory::reserve(block_memory().rows, num_tiles * size / PAIR<T>));
     for (int64_t tile = 0; tile < num_tiles; tile++, to += size) {
       Span rows = rows_of(tile);
-      interleave_rows(x + rows.begin, rows.end - rows.begin, num_pairs, to);
+      if (product.grouping) interleave(x + rows.begin, rows.end - rows.begin, num_pairs, to);
+      else interleave_rows(x + rows.begin, rows.end - rows.begin, num_pairs, to);
       x[rows.begin] = to;
     }
   }
@@ -181,21 +183,65 @@ class Block {
 
   // ---- weights of few bits
 
-  void multiply_grouped(Span panels, const CGrouping& grouping) const {
+  // The blocks of a part of a panel, with bounds for all panels alike.
+  BlockSpan blocks_of(const CGrouping& grouping, Place at) const {
+    int64_t parts = num_parts(), total = num_blocks(grouping, product.k);
+    int64_t begin = total * at.part / parts, end = total * (at.part + 1) / parts;
+    auto panel = reinterpret_cast<const uint8_t*>(product.weight) + at.panel * panel_bytes(grouping, product.k);
+    return {grouping, panel + begin * block_bytes(grouping), begin, end - begin};
+  }
+
+  // Visit panel after panel, and the parts of each. visit(panel, blocks, is_last, prefetch, sums): `sums` are
+  // [num_rows, PANEL], and each tile advances `prefetch` with every vector of codes.
+  template <class Visit>
+  void visit_blocks(Span panels, const CGrouping& grouping, Visit&& visit) const {
+    const int64_t bytes = block_bytes(grouping), vectors = code_bytes(grouping) / CODE_VECTOR;
+    visit_panels(panels, [&](Place at, std::optional<Place> next, float* sums) {
+      const BlockSpan blocks = blocks_of(grouping, at);
+      auto from = reinterpret_cast<const char*>(blocks.from);
+      Prefetch prefetch{from + PREFETCH_BYTES, divide_up(bytes, vectors)};
+      if (num_tiles > 1) prefetch = {from, 0};
+      if (num_tiles > 1 && next) {
+        const BlockSpan following = blocks_of(grouping, *next);
+        prefetch = {reinterpret_cast<const char*>(following.from),
+                    divide_up(bytes * following.count, num_tiles * vectors * blocks.count)};
+      }
+      visit(at.panel, blocks, blocks.begin + blocks.count == num_blocks(grouping, product.k), prefetch, sums);
+    });
+  }
+
 #ifdef HAS_MATRICES
-    const FlushedDenormals flushed;
-#endif
+
+  void multiply_grouped(Span panels, const CGrouping& grouping) const {
+    const int64_t vectors = code_bytes(grouping) / CODE_VECTOR;
+    with_matrix_decoder(grouping, [&](const auto& decoder) {
+      DecodedSteps steps;
+      visit_blocks(panels, grouping, [&](int64_t panel, BlockSpan blocks, bool last, Prefetch prefetch, float* sums) {
+        BlockReader reader(decoder, blocks, steps);
+        visit_tiles(panel, last, blocks.count * vectors, prefetch, sums, [&](Span rows, float* to, auto ahead) {
+          const int64_t count = rows.end - rows.begin;
+          if (rows.begin > 0) reader.mark_decoded();  // by the first tile
+          auto add = count > MATRIX_ROWS ? add_blocks<true, std::decay_t<decltype(decoder)>>
+                                         : add_blocks<false, std::decay_t<decltype(decoder)>>;
+          add(reader, {x + rows.begin, count}, count, num_pairs, blocks, to, with_lines(ahead));
+          if (last) transpose_sums(to, count);
+        });
+      });
+    });
+  }
+
+#else
+
+  void multiply_grouped(Span panels, const CGrouping& grouping) const {
+    const int64_t vectors = code_bytes(grouping) / CODE_VECTOR;
     const float* input_sums[MAX_ROWS] = {};
     if (grouping.has_offsets) sum_inputs(grouping, input_sums);
     with_decoder(grouping, [&](const auto& decoder) {
-      int64_t parts = num_parts(), total = product.k / grouping.size;
-      auto groups_of = [&](Place at) {
-        int64_t begin = total * at.part / parts, end = total * (at.part + 1) / parts;
-        auto panel = reinterpret_cast<const uint8_t*>(product.weight) + at.panel * panel_bytes(grouping, product.k);
-        return GroupSpan{grouping, panel + begin * group_bytes(grouping), begin, end - begin};
-      };
-      visit_panels(panels, [&](Place at, std::optional<Place> next, float* sums) {
-        multiply_groups(decoder, at.panel, groups_of(at), next ? groups_of(*next).from : nullptr, input_sums, sums);
+      visit_blocks(panels, grouping, [&](int64_t panel, BlockSpan groups, bool last, Prefetch prefetch, float* sums) {
+        visit_tiles(panel, last, groups.count * vectors, prefetch, sums, [&](Span rows, float* to, auto ahead) {
+          choose_grouped_tile<std::decay_t<decltype(decoder)>, decltype(ahead)>(rows.end - rows.begin, is_interleaved())(
+              decoder, x + rows.begin, groups, input_sums + rows.begin, to, ahead);
+        });
       });
     });
   }
@@ -209,32 +255,7 @@ class Block {
     }
   }
 
-  // sums: [num_rows, PANEL]. Each tile prefetches a part of `next`.
-  template <class Decode>
-  void multiply_groups(const Decode& decoder, int64_t panel, const GroupSpan& groups, const uint8_t* next,
-                       const float* const* input_sums, float* sums) const {
-    int64_t bytes = group_bytes(groups.grouping), vectors = code_bytes(groups.grouping) / CODE_VECTOR;
-    int64_t steps = groups.count * vectors, pace = next ? divide_up(bytes * groups.count, num_tiles * steps) : 0;
-    Prefetch prefetch{reinterpret_cast<const char*>(next ? next : groups.from), pace};
-    if (num_tiles == 1)
-      prefetch = {reinterpret_cast<const char*>(groups.from) + PREFETCH_BYTES, divide_up(bytes, vectors)};
-    bool last = groups.begin + groups.count == product.k / groups.grouping.size;
-#ifdef HAS_MATRICES
-    if (decodes_parts()) {
-      alignas(64) Bf16 decoded[(DECODED_PAIRS + MAX_GROUP_PAIRS) * PANEL * 2];
-      decode_groups(decoder, groups, prefetch, decoded);
-      visit_tiles(panel, last, 1, {prefetch.from, 0}, sums, [&](Span rows, float* to, auto) {
-        multiply_decoded(x + rows.begin, rows.end - rows.begin, is_interleaved(), num_pairs, decoded, groups,
-                         input_sums + rows.begin, to);
-      });
-      return;
-    }
 #endif
-    visit_tiles(panel, last, steps, prefetch, sums, [&](Span rows, float* to, auto ahead) {
-      choose_grouped_tile<Decode, decltype(ahead)>(rows.end - rows.begin, is_interleaved())(
-          decoder, x + rows.begin, groups, input_sums + rows.begin, to, ahead);
-    });
-  }
 
   void finish(int64_t panel, Span rows, const float* sums) const {
     if (is_gated(product.epilogue)) finish_gated(panel, rows, sums);

@@ -187,8 +187,11 @@ class LineList {
 struct PrefetchWithLines {
   Prefetch memory;
   const char* const* lines;
-  int64_t position, pace;  // in lines / 2^16; `pace` with each pair of k
+  int64_t position, pace;  // in lines / 2^16; `pace` with each pair of k, 0 without lines
 };
+
+inline PrefetchWithLines with_lines(Prefetch prefetch) { return {prefetch, nullptr, 0, 0}; }
+inline PrefetchWithLines with_lines(const PrefetchWithLines& prefetch) { return prefetch; }
 
 inline void advance(PrefetchWithLines& prefetch) {
   advance(prefetch.memory);
@@ -198,7 +201,7 @@ inline void advance(PrefetchWithLines& prefetch) {
 
 inline void advance_by(PrefetchWithLines& prefetch, int64_t pairs) {
   advance_by(prefetch.memory, pairs);
-  for (int64_t pair = 0; pair < pairs; pair++, prefetch.position += prefetch.pace)
+  for (int64_t pair = 0; prefetch.pace > 0 && pair < pairs; pair++, prefetch.position += prefetch.pace)
     __builtin_prefetch(prefetch.lines[prefetch.position >> 16], 0, 2);
 }
 
