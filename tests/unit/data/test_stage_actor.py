@@ -80,7 +80,7 @@ class Squares:
 @pytest.fixture
 def make_actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(stage_actor, "InstanceThread", LoopThread)
-    monkeypatch.setattr(stage_actor, "checked_model", lambda model: model)
+    monkeypatch.setattr(stage_actor, "checked_config", lambda config: config)
     made: list[StageActor] = []
 
     def make(stage: Squares, errors: str = "return") -> StageActor:

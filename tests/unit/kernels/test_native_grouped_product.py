@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from kernel_numbers import multiplied_numbers
 from torch import Tensor
 
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.build.library import native_library
-from eagleray.kernels.cpu.build.processor import processor_capabilities
 from eagleray.kernels.cpu.grouped import SCALE_KINDS, in_groups, layout, pack, packed_size, quantize
 from eagleray.kernels.grouped import Encoding, GroupedWeight, value_table
 from eagleray.kernels.quantized import Mxfp4Weight, WeightFormat, quantize_fp8
@@ -92,7 +92,7 @@ def check_products(
 ) -> None:
     weight = random_weight(encoding, size, scale_dtype, has_offsets=has_offsets)
     packed, x = Packed(library, weight), random_rows(max(NUM_ROWS))
-    numbers = multiplied_numbers(library, weight).double()
+    numbers = used_numbers(library, weight)
     whole = packed.multiply(x, 2)
     bound = TOLERANCE * (x.double().abs() @ numbers.abs().t() + sum_of_parts(weight, x))
     assert ((whole.double() - x.double() @ numbers.t()).abs() <= bound).all()
@@ -106,11 +106,10 @@ def test_multiply_older_processor_equals_float64(other_library):
         check_products(other_library, encoding, size, scale_dtype, has_offsets=has_offsets)
 
 
-def multiplied_numbers(library: ctypes.CDLL, weight: GroupedWeight) -> Tensor:
-    """The numbers that products use: with matrix instructions they are rounded to bfloat16."""
+def used_numbers(library: ctypes.CDLL, weight: GroupedWeight) -> Tensor:
+    """The numbers in float64 that products of a library use."""
     numbers = exact_numbers(weight)
-    has_matrices = library is native_library() and processor_capabilities().get("amx_bf16")
-    return numbers.float().bfloat16() if has_matrices else numbers
+    return multiplied_numbers(numbers) if library is native_library() else numbers
 
 
 def exact_numbers(weight: GroupedWeight) -> Tensor:
@@ -156,7 +155,7 @@ def test_embed_reads_rows_of_packed_weight(library, encoding, size, scale_dtype,
     out = torch.full((len(ids), K), torch.nan)
     grouping = layout(weight).c
     library.er_embed(packed.memory.data_ptr(), 1, grouping, K, 0, N, ids.data_ptr(), len(ids), out.data_ptr(), 1, 2)
-    numbers = multiplied_numbers(library, weight).float()
+    numbers = used_numbers(library, weight).float()
     expected = torch.cat((numbers[ids[:-1].long()], torch.zeros(1, K)))  # 100 is beyond
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import edit_config, make_checkpoint
 from harness import random_prompt
+from kernel_numbers import multiplied_numbers
 from model_runs import load, logits_in_chunks
 from oracle import Oracle
 from quantized_checkpoints import WEIGHTS
@@ -107,7 +108,7 @@ def test_load_weight_keeps_bits_and_numbers(form, tmp_path, caplog):
             assert torch.equal(decoded(found), expected)
             product = library.pack_linear(found, None)
             assert product.grouping is not None
-            torch.testing.assert_close(product(x), x.float() @ expected.t(), atol=1e-3, rtol=1e-4)
+            torch.testing.assert_close(product(x), x.float() @ multiplied_numbers(expected).t(), atol=1e-3, rtol=1e-4)
     assert len(caplog.messages) == (0 if is_kept else 1)
 
 
