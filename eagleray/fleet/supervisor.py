@@ -36,7 +36,7 @@ from eagleray.fleet.events import (
 )
 from eagleray.fleet.external_clients import is_external
 from eagleray.fleet.host_room import explain_gpu_shortage, explain_memory_shortage
-from eagleray.fleet.launcher import Launcher, ProcessLauncher, Spawned
+from eagleray.fleet.launcher import ENGINE_MODULES, Launcher, ProcessLauncher, Spawned, has_fork_server
 from eagleray.fleet.state import FleetState
 from eagleray.fleet.turn import (
     Action,
@@ -58,6 +58,7 @@ from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import ApiServerSpec, Attach, EngineSpec, MemberToSupervisor
 from eagleray.messages.wires import SUPERVISOR_INBOX, SUPERVISOR_OUTBOX
 from eagleray.messages.workers import RayContext
+from eagleray.process.fork_server_keeper import ForkServerKeeper
 from eagleray.transport.heartbeat import HeartbeatMonitor
 from eagleray.transport.inbox import AsyncInbox, Outbox
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_dead_sockets, remove_runtime_dir
@@ -76,7 +77,7 @@ class Supervisor:
         instance: str,
         runtime_dir: Path,
         engine_launcher: Launcher[EngineSpec],
-        api_server_launcher: Launcher[ApiServerSpec],
+        api_server_launcher: ProcessLauncher,
         ray: RayContext | None,
         exit_stack: AsyncExitStack,
     ) -> None:
@@ -142,7 +143,9 @@ class Supervisor:
                 engine_target=engine_target,
                 api_server_target="eagleray.server.entry:run",
                 runtime_dir=str(runtime_dir),
+                fork_server=ForkServerKeeper(ENGINE_MODULES) if has_fork_server(config) else None,
             )
+            exit_stack.push_async_callback(processes.close)
             engine_launcher: Launcher[EngineSpec] = processes
             if config.parallel.data_parallel_backend == "ray":
                 from eagleray.fleet.ray_launcher import RayLauncher
@@ -309,6 +312,7 @@ class Supervisor:
                         spawned.kill()
                 case Serve():
                     self.serving.set()
+                    self._api_server_launcher.prepare()
                 case FailInstance(error):
                     self.failed.set_exception(error)
                 case Stopped():
