@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -15,7 +14,7 @@ from eagleray.config.sections import Config
 from eagleray.log import get_logger
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import ApiServerSpec, ChildToParent, EngineSpec, NodeDraining
-from eagleray.process.fork_server_keeper import ForkServerKeeper
+from eagleray.process.fork_server import ForksChildren
 from eagleray.process.host_gpus import num_visible_gpus
 from eagleray.process.spawn import Child
 
@@ -85,7 +84,7 @@ class ProcessLauncher:
         engine_target: str,
         api_server_target: str,
         runtime_dir: str,
-        fork_server: ForkServerKeeper | None = None,
+        fork_server: ForksChildren | None = None,
     ) -> None:
         self._fork_server = fork_server
         self._engine_target = engine_target
@@ -116,15 +115,8 @@ class ProcessLauncher:
         logger.debug("%s is process %d", member.label, child.pid)
         return child
 
-    def prepare(self) -> None:
-        """Start the fork server, because the instance serves."""
-        if self._fork_server is not None:
-            self._fork_server.prepare()
-
     async def close(self) -> None:
-        """Stop the fork server."""
-        if self._fork_server is not None:
-            await asyncio.to_thread(self._fork_server.close)
+        """Do nothing: processes that have exited leave nothing behind."""
 
     def kill(self) -> None:
         """Do nothing: the supervisor kills processes one by one."""

@@ -77,9 +77,10 @@ class Supervisor:
         instance: str,
         runtime_dir: Path,
         engine_launcher: Launcher[EngineSpec],
-        api_server_launcher: ProcessLauncher,
+        api_server_launcher: Launcher[ApiServerSpec],
         ray: RayContext | None,
         exit_stack: AsyncExitStack,
+        fork_server: ForkServerKeeper | None = None,
     ) -> None:
         self.instance = instance
         self.runtime_dir = runtime_dir
@@ -94,6 +95,7 @@ class Supervisor:
         self._config = config
         self._engine_launcher = engine_launcher
         self._api_server_launcher = api_server_launcher
+        self._fork_server = fork_server
         self._listener_fd: int | None = None
         self._ray = ray
         self._exit_stack = exit_stack
@@ -139,13 +141,15 @@ class Supervisor:
             exit_stack.callback(remove_runtime_dir, runtime_dir)
             if config.execution.instance_name is not None:
                 logger.info("instance %s", instance)
+            fork_server = ForkServerKeeper(ENGINE_MODULES) if has_fork_server(config) else None
+            if fork_server is not None:
+                exit_stack.push_async_callback(asyncio.to_thread, fork_server.close)
             processes = ProcessLauncher(
                 engine_target=engine_target,
                 api_server_target="eagleray.server.entry:run",
                 runtime_dir=str(runtime_dir),
-                fork_server=ForkServerKeeper(ENGINE_MODULES) if has_fork_server(config) else None,
+                fork_server=fork_server,
             )
-            exit_stack.push_async_callback(processes.close)
             engine_launcher: Launcher[EngineSpec] = processes
             if config.parallel.data_parallel_backend == "ray":
                 from eagleray.fleet.ray_launcher import RayLauncher
@@ -162,6 +166,7 @@ class Supervisor:
                 api_server_launcher=processes,
                 ray=ray,
                 exit_stack=exit_stack,
+                fork_server=fork_server,
             )
             if config.serving.attach_file is not None:
                 path, model = Path(config.serving.attach_file).expanduser(), served_names(config.model)[0]
@@ -312,7 +317,8 @@ class Supervisor:
                         spawned.kill()
                 case Serve():
                     self.serving.set()
-                    self._api_server_launcher.prepare()
+                    if self._fork_server is not None:
+                        self._fork_server.prepare()
                 case FailInstance(error):
                     self.failed.set_exception(error)
                 case Stopped():

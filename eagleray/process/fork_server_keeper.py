@@ -12,6 +12,7 @@ from eagleray.log import get_logger
 from eagleray.process.fork_server import BrokenForkServer, ForkServer, NoFork
 from eagleray.process.inherited_state import read_inherited_state
 from eagleray.process.program import fork_server_words, group_signals_blocked
+from eagleray.process.spawn import explain_exit
 from eagleray.process.subreaper import adopting_orphans
 
 logger = get_logger(__name__)
@@ -32,9 +33,8 @@ STOP_TIMEOUT_SECONDS = 5.0
 class ForkServerKeeper:
     """Keeps one fork server, which imports `modules`. Without one, `fork` raises `NoFork` at once."""
 
-    def __init__(self, modules: Sequence[str], *, prepare_delay: float = PREPARE_DELAY_SECONDS) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self._modules = tuple(modules)
-        self._prepare_delay = prepare_delay
         self._lock = threading.Lock()
         self._server: ForkServer | None = None
         self._fault = ""
@@ -81,7 +81,7 @@ class ForkServerKeeper:
             self._thread.join(STOP_TIMEOUT_SECONDS)
 
     def _keep(self) -> None:
-        if self._closing.wait(self._prepare_delay):
+        if self._closing.wait(PREPARE_DELAY_SECONDS):
             return
         for num_replaced in range(1 + MAX_REPLACEMENTS):
             try:
@@ -111,7 +111,7 @@ class ForkServerKeeper:
             self._ready.set()
             logger.debug("fork server %d is ready after %.1f s", server.process.pid, time.monotonic() - began)
             code = server.process.wait()
-            return self._fault or f"it ended with code {code}"
+            return self._fault or explain_exit(code)
         except BrokenForkServer as error:
             return str(error)
         finally:

@@ -34,6 +34,9 @@ POLL_SECONDS = 1.0
 ADOPTION_SECONDS = 1.0
 """Time within which the kernel makes a child that of the process that asked for it."""
 
+THREAD_EXIT_SECONDS = 10.0
+"""Time for threads that have ended to disappear: they yield to everything else, as the one that imported."""
+
 IMPORT_NICE = 10
 """Nice value of the thread that imports, so that requests keep most of the cores meanwhile. A process that is not
 privileged could not lower its own again, but values are those of threads."""
@@ -58,8 +61,11 @@ def import_modules(sock: socket.socket, modules: Sequence[str]) -> None:
     _end_library_threads()
     if failures:
         _exit_unusable(sock, f"{type(failures[0]).__name__}: {failures[0]}")
-    if (count := len(list(Path("/proc/self/task").iterdir()))) > 1:
-        _exit_unusable(sock, f"a library has {count - 1} threads, which a fork would lack")
+    deadline = time.monotonic() + THREAD_EXIT_SECONDS
+    while (count := len(list(Path("/proc/self/task").iterdir()))) > 1:
+        if time.monotonic() > deadline:
+            _exit_unusable(sock, f"a library has {count - 1} threads, which a fork would lack")
+        time.sleep(0.01)
     _send(sock, ServerReady())
 
 
