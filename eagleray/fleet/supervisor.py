@@ -143,7 +143,7 @@ class Supervisor:
                 logger.info("instance %s", instance)
             fork_server = ForkServerKeeper(ENGINE_MODULES) if has_fork_server(config) else None
             if fork_server is not None:
-                exit_stack.push_async_callback(asyncio.to_thread, fork_server.close)
+                exit_stack.callback(fork_server.close)
             processes = ProcessLauncher(
                 engine_target=engine_target,
                 api_server_target="eagleray.server.entry:run",
