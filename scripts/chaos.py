@@ -53,7 +53,7 @@ from chaos_load import (
 )
 from chaos_report import SHOWN, ChaosReport, show_report, wait_percentiles
 from chaos_scaling import Scaling
-from chaos_server import CONTROL_STORE, RAYLET, ChaosFailed, Server, Target, exit_on_sigterm
+from chaos_server import CONTROL_STORE, FORK_SERVER, RAYLET, ChaosFailed, Server, Target, exit_on_sigterm
 from chaos_steering import Steering
 from chaos_trainer import TRAINER_TIMEOUT_SECONDS, Trainer
 from chaos_weights import Labels, find_wrong_versions, make_variants
@@ -75,13 +75,14 @@ VICTIMS = {
     "api-server": "API server",
     "worker": "worker",
     "driver": "driver",
+    "fork-server": FORK_SERVER,
     "host": "host",
     "raylet": RAYLET,
     "gcs": CONTROL_STORE,
 }
 """Kinds of processes that may be killed, by their names on the command line."""
 
-USUAL_VICTIMS = ["engine", "api-server", "worker", "driver", "host"]
+USUAL_VICTIMS = ["engine", "api-server", "worker", "driver", "fork-server", "host"]
 
 MANY = "1000000"
 """Restart budgets are for processes that fail by themselves; here they are killed."""

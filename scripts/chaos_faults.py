@@ -12,12 +12,21 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from chaos_server import CONTROL_STORE, RAYLET, Target, age
+from chaos_server import CONTROL_STORE, FORK_SERVER, RAYLET, Target, age
 
 KILL, STOP, CUT, SHORT_CUT = "SIGKILL", "SIGSTOP", "cut", "short cut"
 SIGNALS = {KILL: signal.SIGKILL, STOP: signal.SIGSTOP}
 
-WEIGHTS = {"engine": 5, "worker": 3, "API server": 2, "driver": 1, "host": 5, RAYLET: 3, CONTROL_STORE: 1}
+WEIGHTS = {
+    "engine": 5,
+    "worker": 3,
+    "API server": 2,
+    "driver": 1,
+    "host": 5,
+    FORK_SERVER: 1,
+    RAYLET: 3,
+    CONTROL_STORE: 1,
+}
 NEVER_STOPPED = (RAYLET, CONTROL_STORE)
 """Daemons that are only killed: Ray waits a minute or more for a silent node, and chaos tests how exits are handled."""
 
@@ -48,7 +57,7 @@ class Fault:
 
     @property
     def ends_engine(self) -> bool:
-        return self.member.kind != "API server"  # all engines of a driver exit with it
+        return self.member.kind not in ("API server", FORK_SERVER)  # all engines of a driver exit with it
 
 
 class Hosts(Protocol):

@@ -36,6 +36,9 @@ LABEL = re.compile(r"(?P<role>engine|client)-(?P<number>\d+)(?:\.(?P<incarnation
 RAYLET, CONTROL_STORE = "raylet", "control store"
 """Labels of Ray's own processes."""
 
+FORK_SERVER = "fork-server"
+"""Label of the process that forks engines and workers."""
+
 TITLES = {"ray::EngineActor": "engine", "ray::ActorProcess": "worker", "ray::GraphActor": "worker"}
 """Titles that Ray gives to the processes of actors; showing labels instead needs setproctitle."""
 
@@ -54,10 +57,11 @@ class Target:
 
     @property
     def kind(self) -> str:
-        """`engine`, `worker`, `API server`, `host`, `raylet`, `control store`, or `driver` for all others."""
+        """`engine`, `worker`, `API server`, `fork-server`, `host`, `raylet`, `control store`, or `driver` for all
+        others."""
         if self.label.startswith(HOST):
             return "host"
-        if self.label in (RAYLET, CONTROL_STORE):
+        if self.label in (RAYLET, CONTROL_STORE, FORK_SERVER):
             return self.label
         if (match := LABEL.fullmatch(self.label)) is None:
             return TITLES.get(self.label, "driver")

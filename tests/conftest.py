@@ -34,6 +34,8 @@ def pytest_configure(config):
         is_option = name.startswith(("EAGLERAY_", "VLLM_")) and name not in KERNEL_VARIABLES
         if is_option or name.upper() in PROXY_VARIABLES:
             del os.environ[name]
+    # A fork server of each instance would import torch beside its test; tests of fork servers ask for one.
+    os.environ["EAGLERAY_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
     if not can_keep_kernels():
         os.environ["EAGLERAY_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), f"eagleray-cache-{os.getuid()}")
     if config.getoption("markexpr") != "gpu":

@@ -61,6 +61,7 @@ class EngineKeywords(TypedDict, total=False):
     device: Literal["auto", "cpu", "cuda"] | str | None
     attention_backend: Literal["auto", "triton", "fa3", "torch"] | str | None
     num_threads: int | str | None
+    worker_multiprocessing_method: Literal["forkserver", "spawn"] | str | None
     async_scheduling: bool | None
     heartbeat_timeout: float | str | None
     worker_extension_cls: str | None

@@ -62,6 +62,13 @@ def _level(text: str) -> str:
     return level
 
 
+def _start_method(text: str) -> str:
+    """Return the name of a way to start processes. Raises `ValueError` for a name that is none."""
+    if text not in get_args(option_types()["worker_multiprocessing_method"]):
+        raise ValueError
+    return text
+
+
 VLLM_VARIABLES = {
     "VLLM_LOGGING_LEVEL": VariableAlias("log_level", _level),
     "VLLM_LOGGING_CONFIG_PATH": VariableAlias("log_config_file", str),
@@ -73,6 +80,9 @@ VLLM_VARIABLES = {
         "ray_worker_resources", lambda text: {"GPU": float(text)}, needs_ray=True
     ),
     "VLLM_CPU_KVCACHE_SPACE": VariableAlias("kv_cache_memory", _gibibytes),
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": VariableAlias(
+        "worker_multiprocessing_method", lambda text: None if text == "fork" else _start_method(text)
+    ),
     "VLLM_SERVER_DEV_MODE": VariableAlias("enable_rl", lambda text: parsed(text) == 1 or None),
 }
 

@@ -326,6 +326,14 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_threads: Annotated[
         Positive | None, Meta(description="Threads of a CPU worker. Default: the cores this process may use.")
     ] = None
+    worker_multiprocessing_method: Annotated[
+        Literal["forkserver", "spawn"],
+        Meta(
+            description="How engines and workers that are processes of this host are started after the first start, on "
+            "CPUs. forkserver: as forks of a process that has imported torch, which takes 0.2 GiB. spawn: fresh, each "
+            "with imports of its own, as in the first start and on GPUs."
+        ),
+    ] = "forkserver"
     async_scheduling: Annotated[
         bool | None,
         Meta(description="Plan and send the next step while the current one runs. Default: where it helps."),

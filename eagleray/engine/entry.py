@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -40,6 +40,7 @@ from eagleray.messages.lifecycle import Attach, EngineLoaded, EngineSpec, Engine
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.waves import EngineToEngine
 from eagleray.messages.wires import ENGINE_INBOX, ENGINE_OUTBOX
+from eagleray.process.fork_server import ForkServer
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.process.parent import Parent
 from eagleray.transport.heartbeat import HeartbeatSender
@@ -59,7 +60,7 @@ def run(payload: bytes, parent: Parent) -> None:
     """Run the engine that `payload`, an encoded `EngineSpec`, describes."""
     engine = Engine.bind(msgspec.msgpack.decode(payload, type=EngineSpec))
     parent.report_bound(engine.address)
-    engine.run(parent.report_failure, has_pipe=True)
+    engine.run(parent.report_failure, has_pipe=True, fork_server=parent.fork_server)
 
 
 class Engine:
@@ -95,23 +96,24 @@ class Engine:
         """Address of the engine's inbox."""
         return self._inbox.address
 
-    def run(self, report_error: ReportError, *, has_pipe: bool = False) -> None:
+    def run(self, report_error: ReportError, *, has_pipe: bool = False, fork_server: ForkServer | None = None) -> None:
         """Wait for `Attach`, start, serve requests until `Stop` arrives, and close everything.
 
         A failure is passed to `report_error` at once and raised after the clean-up, which may take a while. If
         `report_error` does not reach the supervisor through a pipe (`has_pipe`), the failure is also sent to it.
+        `fork_server` forks workers that are processes, and is closed once they are started.
         """
         with self._exit_stack:
             try:
                 attach = self._wait_for_attach()
                 if not has_pipe:
                     report_error = self._report_over_new_socket(report_error, attach.supervisor)
-                self._serve(attach, report_error)
+                self._serve(attach, report_error, fork_server)
             except Exception as error:
                 report_error(error)
                 raise
 
-    def _serve(self, attach: Attach, report_error: ReportError) -> None:
+    def _serve(self, attach: Attach, report_error: ReportError, fork_server: ForkServer | None) -> None:
         spec, exit_stack = self._spec, self._exit_stack
         deadline = time.monotonic() + spec.config.execution.startup_timeout
         in_placement_group = is_in_placement_group(spec.config, spec.ray)
@@ -124,9 +126,15 @@ class Engine:
         _load_libraries(spec.config, in_placement_group=in_placement_group)
         if attach.heartbeat:
             exit_stack.callback(HeartbeatSender.start(attach.heartbeat, on_silent=self._exit_disconnected).close)
-        executor = open_executor(
-            spec.engine, spec.config, runtime_dir=self._runtime_dir, ray=spec.ray, on_lost=report_error
-        )
+        with nullcontext() if fork_server is None else closing(fork_server):
+            executor = open_executor(
+                spec.engine,
+                spec.config,
+                runtime_dir=self._runtime_dir,
+                ray=spec.ray,
+                on_lost=report_error,
+                fork_server=fork_server,
+            )
         exit_stack.callback(executor.close)
         started = start_engine(
             spec.config,

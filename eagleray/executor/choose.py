@@ -13,6 +13,7 @@ from eagleray.executor.executor import Executor
 from eagleray.executor.group import WorkerGroup
 from eagleray.identity import EngineId
 from eagleray.messages.workers import RayContext
+from eagleray.process.fork_server import ForksChildren
 
 
 def open_executor(
@@ -22,13 +23,15 @@ def open_executor(
     runtime_dir: Path,
     ray: RayContext | None = None,
     on_lost: Callable[[Exception], None] | None = None,
+    fork_server: ForksChildren | None = None,
 ) -> Executor:
     """Start the workers that `config` asks for and return their executor. Cleans up and raises if one does not start.
 
     `ray`: context of this program, if it runs inside a Ray cluster. `on_lost` is called with the cause, from a thread,
-    before this process exits because a Ray cluster that it has started is lost.
+    before this process exits because a Ray cluster that it has started is lost. `fork_server`: forks workers that are
+    processes.
     """
-    return Executor(_open_group(engine, config, runtime_dir, ray, on_lost))
+    return Executor(_open_group(engine, config, runtime_dir, ray, on_lost, fork_server))
 
 
 def is_in_placement_group(config: Config, ray: RayContext | None) -> bool:
@@ -54,6 +57,7 @@ def _open_group(
     runtime_dir: Path,
     ray: RayContext | None,
     on_lost: Callable[[Exception], None] | None,
+    fork_server: ForksChildren | None,
 ) -> WorkerGroup:
     name = executor_name(config, in_placement_group=is_in_placement_group(config, ray))
     match name:
@@ -64,7 +68,7 @@ def _open_group(
         case "processes":
             from eagleray.executor.processes import start_processes
 
-            return start_processes(engine, config, runtime_dir=runtime_dir)
+            return start_processes(engine, config, runtime_dir=runtime_dir, fork_server=fork_server)
         case "ray":
             from eagleray.executor.ray_actors import start_ray_actors
 

@@ -19,14 +19,18 @@ from eagleray.log import get_logger
 from eagleray.messages.failure import Ended
 from eagleray.messages.lifecycle import ChildToParent
 from eagleray.messages.workers import Topology
+from eagleray.process.fork_server import ForksChildren
 from eagleray.process.spawn import Child
 from eagleray.transport.message_queue_hub import MessageQueueHub
 
 logger = get_logger(__name__)
 
 
-def start_processes(engine: EngineId, config: Config, *, runtime_dir: Path) -> QueueGroup:
-    """Start the workers of `engine` and wait until each is attached to the queue.
+def start_processes(
+    engine: EngineId, config: Config, *, runtime_dir: Path, fork_server: ForksChildren | None = None
+) -> QueueGroup:
+    """Start the workers of `engine`, if possible as forks of `fork_server`, and wait until each is attached to the
+    queue.
 
     Raises `WorkerLost` or `DeadlineExceeded`.
     """
@@ -52,7 +56,7 @@ def start_processes(engine: EngineId, config: Config, *, runtime_dir: Path) -> Q
             heartbeats=heartbeats,
         )
         for rank, payload in enumerate(specs):
-            children.append(_spawn(payload, topology.worker_id(engine, rank), config, failures))
+            children.append(_spawn(payload, topology.worker_id(engine, rank), config, failures, fork_server))
         hub.wait_for_peers(config.execution.startup_timeout, failures.check)
         return QueueGroup(topology=topology, hub=hub, failures=failures, exit_stack=stack.pop_all())
 
@@ -66,7 +70,9 @@ def _topology(config: Config) -> Topology:
     )
 
 
-def _spawn(payload: bytes, worker: WorkerId, config: Config, failures: FailureMonitor) -> Child:
+def _spawn(
+    payload: bytes, worker: WorkerId, config: Config, failures: FailureMonitor, fork_server: ForksChildren | None
+) -> Child:
     def on_message(message: ChildToParent) -> None:
         if isinstance(message, Ended):
             failures.report(worker.label, message.cause)
@@ -79,6 +85,7 @@ def _spawn(payload: bytes, worker: WorkerId, config: Config, failures: FailureMo
         runtime_dir="",  # only the engine may remove the instance's directory
         on_message=on_message,
         on_exit=lambda cause: failures.report(worker.label, cause),
+        fork_server=fork_server,
     )
 
 

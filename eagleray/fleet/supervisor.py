@@ -36,7 +36,7 @@ from eagleray.fleet.events import (
 )
 from eagleray.fleet.external_clients import is_external
 from eagleray.fleet.host_room import explain_gpu_shortage, explain_memory_shortage
-from eagleray.fleet.launcher import Launcher, ProcessLauncher, Spawned
+from eagleray.fleet.launcher import ENGINE_MODULES, Launcher, ProcessLauncher, Spawned, has_fork_server
 from eagleray.fleet.state import FleetState
 from eagleray.fleet.turn import (
     Action,
@@ -58,6 +58,7 @@ from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import ApiServerSpec, Attach, EngineSpec, MemberToSupervisor
 from eagleray.messages.wires import SUPERVISOR_INBOX, SUPERVISOR_OUTBOX
 from eagleray.messages.workers import RayContext
+from eagleray.process.fork_server_keeper import ForkServerKeeper
 from eagleray.transport.heartbeat import HeartbeatMonitor
 from eagleray.transport.inbox import AsyncInbox, Outbox
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_dead_sockets, remove_runtime_dir
@@ -79,6 +80,7 @@ class Supervisor:
         api_server_launcher: Launcher[ApiServerSpec],
         ray: RayContext | None,
         exit_stack: AsyncExitStack,
+        fork_server: ForkServerKeeper | None = None,
     ) -> None:
         self.instance = instance
         self.runtime_dir = runtime_dir
@@ -93,6 +95,7 @@ class Supervisor:
         self._config = config
         self._engine_launcher = engine_launcher
         self._api_server_launcher = api_server_launcher
+        self._fork_server = fork_server
         self._listener_fd: int | None = None
         self._ray = ray
         self._exit_stack = exit_stack
@@ -138,10 +141,14 @@ class Supervisor:
             exit_stack.callback(remove_runtime_dir, runtime_dir)
             if config.execution.instance_name is not None:
                 logger.info("instance %s", instance)
+            fork_server = ForkServerKeeper(ENGINE_MODULES) if has_fork_server(config) else None
+            if fork_server is not None:
+                exit_stack.callback(fork_server.close)
             processes = ProcessLauncher(
                 engine_target=engine_target,
                 api_server_target="eagleray.server.entry:run",
                 runtime_dir=str(runtime_dir),
+                fork_server=fork_server,
             )
             engine_launcher: Launcher[EngineSpec] = processes
             if config.parallel.data_parallel_backend == "ray":
@@ -159,6 +166,7 @@ class Supervisor:
                 api_server_launcher=processes,
                 ray=ray,
                 exit_stack=exit_stack,
+                fork_server=fork_server,
             )
             if config.serving.attach_file is not None:
                 path, model = Path(config.serving.attach_file).expanduser(), served_names(config.model)[0]
@@ -309,6 +317,8 @@ class Supervisor:
                         spawned.kill()
                 case Serve():
                     self.serving.set()
+                    if self._fork_server is not None:
+                        self._fork_server.prepare()
                 case FailInstance(error):
                     self.failed.set_exception(error)
                 case Stopped():

@@ -1,9 +1,13 @@
-"""Entry of every process that eagleray spawns: `spawn.Child` starts it with (file descriptor, label)."""
+"""Entry of every process that eagleray spawns, and of fork servers.
+
+`spawn.Child` starts it with (file descriptor, label), `fork_server_keeper` with (file descriptor, modules).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import signal
 import socket
 import sys
@@ -11,7 +15,14 @@ from types import FrameType
 
 import msgspec
 
+from eagleray.config.environment import limit_openmp_spinning
 from eagleray.log import get_logger, setup_process_logging
+from eagleray.process.child_process import ForkedProcess
+from eagleray.process.command_line import show_command_line
+from eagleray.process.fork_protocol import LABEL
+from eagleray.process.fork_server import ForkServer
+from eagleray.process.forking import import_modules, serve_forks
+from eagleray.process.inherited_state import read_inherited_state
 from eagleray.process.parent import Parent
 from eagleray.process.spawn_protocol import GROUP_SIGNALS, TERMINAL_SIGNALS, SpawnSpec, read_frame
 
@@ -21,13 +32,34 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run the target that the parent asks for and report an exception to the parent."""
+    """Run a process that was started fresh."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)  # a program that this process starts and that outlives it must not hide its exit
+    return _run(sock, is_fork=False)
+
+
+def fork_server_main() -> int:
+    """Run a fork server; returns in each of its forks, when that is to exit."""
+    owner = os.getppid()
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.set_inheritable(False)
+    modules = sys.argv[2].split(",")
+    _show_fork_server()
+    _continue_when_parent_exits()
+    limit_openmp_spinning()
+    import_modules(sock, modules)
+    return _run(serve_forks(sock, owner), is_fork=True)
+
+
+def _run(sock: socket.socket, *, is_fork: bool) -> int:
+    """Run the target that the parent asks for and report an exception to the parent."""
     frame = read_frame(sock)
     if frame is None:  # the parent exited while it spawned this process
         return 1
     spec = msgspec.msgpack.decode(frame, type=SpawnSpec)
+    forked = _fork_server(sock) if is_fork and spec.has_children else None  # while there is a single thread
+    if isinstance(forked, socket.socket):  # this is a fork of the server
+        return _run(forked, is_fork=False)
     setup_process_logging(spec.member.label, spec.log)
     parent = Parent(sock, spec.member)
 
@@ -40,6 +72,9 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # also for the programs that this process starts
     signal.signal(signal.SIGTERM, on_sigterm)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # the parent has blocked them
+    if forked is not None:
+        ours, server = forked
+        parent.fork_server = ForkServer(ours, server, read_inherited_state(), is_ready=True)
     parent.end_with_parent(spec.runtime_dir)
     _continue_when_parent_exits()
     try:
@@ -50,6 +85,31 @@ def main() -> int:
         parent.report_failure(error)
         return 1
     return 0
+
+
+def _fork_server(sock: socket.socket) -> tuple[socket.socket, ForkedProcess] | socket.socket | None:
+    """Fork a server for children of this process, and return this end of its socket pair and its process, or None if
+    there is none; return in the forks of the server too, with their ends of their own socket pairs."""
+    owner = os.getpid()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        pid = os.fork()
+    except OSError:  # the system has no room for another process; children are started fresh, or fail by themselves
+        ours.close()
+        theirs.close()
+        return None
+    if pid:
+        theirs.close()
+        return ours, ForkedProcess(pid)
+    ours.close()
+    sock.close()  # its closing is how the parent notices the exit of this process's owner
+    _show_fork_server()
+    _continue_when_parent_exits()
+    return serve_forks(theirs, owner)
+
+
+def _show_fork_server() -> None:
+    show_command_line([*sys.orig_argv[:4], LABEL])
 
 
 def _continue_when_parent_exits() -> None:

@@ -15,6 +15,7 @@ from eagleray.identity import ProcessId
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import Bound, ChildToParent
+from eagleray.process.fork_server import ForkServer
 from eagleray.process.spawn_protocol import read_frame, write_frame
 
 POLL_SECONDS = 1.0
@@ -26,7 +27,9 @@ ORPHAN_EXIT_SECONDS = 5.0
 class Parent:
     """The child's end of the socket pair: sends reports; its closing means that the parent exited."""
 
-    def __init__(self, sock: socket.socket, member: ProcessId) -> None:
+    def __init__(self, sock: socket.socket, member: ProcessId, *, fork_server: ForkServer | None = None) -> None:
+        self.fork_server = fork_server
+        """Fork server for children of this process, which this process closes; None: they are started fresh."""
         self._socket = sock
         self._member = member
         self._codec: Codec[ChildToParent] = Codec(ChildToParent)

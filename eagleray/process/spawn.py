@@ -8,19 +8,23 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from eagleray.errors import ProcessCrashed
 from eagleray.identity import ProcessId
-from eagleray.log import LogSettings
+from eagleray.log import LogSettings, get_logger
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import ChildToParent
-from eagleray.process.spawn_protocol import EXIT_FRAME, GROUP_SIGNALS, SpawnSpec, read_frame, write_frame
+from eagleray.process.child_process import ChildProcess, ForkedProcess
+from eagleray.process.fork_server import ForksChildren, NoFork
+from eagleray.process.program import child_words, group_signals_blocked
+from eagleray.process.spawn_protocol import EXIT_FRAME, SpawnSpec, read_frame, write_frame
+
+logger = get_logger(__name__)
 
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 """Signals that a process causes itself. SIGABRT is not among them, because Ray aborts drivers of a lost cluster."""
@@ -30,7 +34,8 @@ RAY_WORKER_VARIABLE = "RAY_JOB_ID"
 
 
 class Child:
-    """A process of this host, started fresh (no fork of our state, no re-import of the user's main module).
+    """A process of this host, a fork of `fork_server` or started fresh (no fork of our state, no re-import of the
+    user's main module).
 
     `on_message` and `on_exit` are called from a thread of this child's own: first the messages in order, then
     `on_exit(cause)` exactly once, when the process has exited and was reaped.
@@ -47,22 +52,24 @@ class Child:
         on_message: Callable[[ChildToParent], None],
         on_exit: Callable[[Failure], None],
         pass_fds: Sequence[int] = (),
+        fork_server: ForksChildren | None = None,
+        has_children: bool = False,
     ) -> None:
         self.label = member.label
         self._on_message = on_message
         self._on_exit = on_exit
-        ours, theirs = socket.socketpair()
-        with theirs, _signals_blocked():
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _program(), str(theirs.fileno()), self.label],
-                pass_fds=(theirs.fileno(), *pass_fds),
-                stdin=subprocess.DEVNULL,
-            )
-        self._socket = ours
+        self._socket, self._process = _start(self.label, pass_fds, fork_server)
         self._pidfd = _open_pidfd(self._process.pid)
-        spec = SpawnSpec(target=target, member=member, log=log, payload=payload, runtime_dir=runtime_dir)
+        spec = SpawnSpec(
+            target=target,
+            member=member,
+            log=log,
+            payload=payload,
+            runtime_dir=runtime_dir,
+            has_children=has_children,
+        )
         with contextlib.suppress(OSError):  # it has exited already: the watcher is about to report it
-            write_frame(ours, msgspec.msgpack.encode(spec))
+            write_frame(self._socket, msgspec.msgpack.encode(spec))
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{self.label}", daemon=True)
         self._watcher.start()
 
@@ -108,15 +115,29 @@ class Child:
         self._on_exit(_exit_cause(returncode))
 
 
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block the signals of the process group in this thread. A child inherits that until it ignores them itself, so
-    Ctrl-C cannot end it while it starts."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+def _start(
+    label: str, pass_fds: Sequence[int], fork_server: ForksChildren | None
+) -> tuple[socket.socket, ChildProcess]:
+    """Start a process and return it with this end of its socket pair. Raises `OSError`."""
+    if fork_server is not None:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                return ours, ForkedProcess(fork_server.fork(theirs, child_words(theirs.fileno(), label), pass_fds))
+        except NoFork as error:
+            ours.close()  # a fork that comes too late exits then
+            logger.debug("%s is started fresh: %s", label, error)
+    ours, theirs = socket.socketpair()
     try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with theirs, group_signals_blocked():
+            return ours, subprocess.Popen(
+                child_words(theirs.fileno(), label),
+                pass_fds=(theirs.fileno(), *pass_fds),
+                stdin=subprocess.DEVNULL,
+            )
+    except BaseException:
+        ours.close()
+        raise
 
 
 def _open_pidfd(pid: int) -> int | None:
@@ -127,14 +148,10 @@ def _open_pidfd(pid: int) -> int | None:
         return None
 
 
-def _program() -> str:
-    """Return the child's program, which imports from the same paths as this process. `-m` would put the current
-    directory first."""
-    return f"import sys; sys.path[:] = {sys.path!r}; from eagleray.process.child import main; sys.exit(main())"
-
-
-def explain_exit(returncode: int) -> str:
-    """Describe how a process exited, for a log line."""
+def explain_exit(returncode: int | None) -> str:
+    """Describe how a process exited, for a log line. None: the system does not tell."""
+    if returncode is None:
+        return "it ended, with an exit code that is not known"
     if returncode >= 0:
         return f"it ended with exit code {returncode}"
     known = -returncode in {number.value for number in signal.Signals}  # real-time signals have no names
@@ -146,6 +163,7 @@ def explain_exit(returncode: int) -> str:
     return f"it was killed by {name}{hint}"
 
 
-def _exit_cause(returncode: int) -> Failure:
+def _exit_cause(returncode: int | None) -> Failure:
     reason = explain_exit(returncode)
-    return Failure.of(ProcessCrashed(reason)) if -returncode in CRASH_SIGNALS else Failure.noticed(reason)
+    has_crashed = returncode is not None and -returncode in CRASH_SIGNALS
+    return Failure.of(ProcessCrashed(reason)) if has_crashed else Failure.noticed(reason)

@@ -35,6 +35,9 @@ class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True):
     runtime_dir: str
     """Runtime directory of the instance, which an orphan removes because the parent no longer can; empty if the child
     must not remove it."""
+    has_children: bool = False
+    """Whether the process spawns others that import what it has imported. If it is a fork, it gets a fork server for
+    them."""
 
 
 def write_frame(sock: socket.socket, frame: bytes) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 from eagleray.errors import CheckpointError
 from eagleray.identity import ClientId
@@ -72,7 +75,67 @@ def have_a_child(payload: bytes, parent: Parent) -> None:
     time.sleep(600)
 
 
+def use_descriptors(payload: bytes, parent: Parent) -> None:
+    """Write to the descriptor of the number `payload` and to standard streams; report the file of standard input."""
+    os.write(int(payload), b"to the pipe")
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+    parent.report_bound(os.readlink("/proc/self/fd/0"))
+
+
+def describe_yourself(payload: bytes, parent: Parent) -> None:
+    """Report what a fork could have from the process that it was forked from."""
+    state = {
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "blocked": [signal.Signals(number).name for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "threads": [thread.name for thread in threading.enumerate()],
+        "modules": [name for name in ("torch", "zmq") if name in sys.modules],
+    }
+    parent.report_bound(json.dumps(state))
+
+
+def draw(payload: bytes, parent: Parent) -> None:
+    """Report numbers from the random state of this process."""
+    import random
+    import uuid
+    from multiprocessing import current_process
+
+    import numpy
+
+    key = bytes(current_process().authkey).hex()
+    parent.report_bound(json.dumps([random.random(), float(numpy.random.random()), uuid.uuid4().hex, key]))
+
+
 def import_random(payload: bytes, parent: Parent) -> None:
     import random
 
     parent.report_bound(random.__file__)
+
+
+def fork_children(payload: bytes, parent: Parent) -> None:
+    """Run two children by this process's fork server, if it has one; report how many were forks, how they exited, and
+    the processes that are left."""
+    pids: list[int] = []
+    exits: list[str] = []
+
+    class Counted:
+        def fork(self, *args) -> int:
+            pids.append(parent.fork_server.fork(*args))
+            return pids[-1]
+
+    for index in range(2):
+        child = Child(
+            target="children:report",
+            member=ClientId("test", index),
+            payload=b"",
+            log=LogSettings(),
+            runtime_dir="",
+            on_message=lambda message: None,
+            on_exit=lambda cause: exits.append(cause.message),
+            fork_server=Counted() if parent.fork_server is not None else None,
+        )
+        child.wait(20.0)
+    if parent.fork_server is not None:
+        parent.fork_server.close()
+    left = [path.read_text() for path in Path(f"/proc/{os.getpid()}/task").glob("*/children")]
+    parent.report_bound(json.dumps({"forked": len(pids), "exits": exits, "left": "".join(left).split()}))

@@ -1,32 +1,77 @@
 from __future__ import annotations
 
+import json
 import os
 import queue
 import resource
 import signal
 import time
+from collections.abc import Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from processes import children_of
 
 from eagleray.identity import ClientId
 from eagleray.log import LogSettings
 from eagleray.messages.failure import Ended
 from eagleray.messages.lifecycle import Bound
+from eagleray.process import fork_server_keeper
+from eagleray.process.fork_server import NoFork
+from eagleray.process.fork_server_keeper import ForkServerKeeper
 from eagleray.process.spawn import Child, explain_exit
 
 DEADLINE = 20.0
 TEST = ClientId("test", 0)
 
 
-@pytest.fixture
-def spawn(monkeypatch):
-    """Return a function that spawns a child of `children.py` and returns a queue of its messages and its exit
-    reason."""
+@pytest.fixture(scope="module")
+def fork_server():
+    """Yield a fork server that has not imported the targets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        patch.setattr(fork_server_keeper, "PREPARE_DELAY_SECONDS", 0.0)
+        keeper = ForkServerKeeper(["eagleray.process.parent"])
+        with one_environment():
+            keeper.prepare()
+            assert keeper.wait_until_ready(DEADLINE)
+    yield keeper
+    keeper.close()
+
+
+@contextmanager
+def one_environment():
+    """Remove the variable that pytest sets anew for each test: a fork server is of use in one environment alone."""
+    name = "PYTEST_CURRENT_TEST"
+    value = os.environ.pop(name)
+    yield
+    os.environ[name] = value
+
+
+class Forks:
+    """A fork server that fails a test where a child cannot be forked, instead of letting it be started fresh."""
+
+    def __init__(self, server: ForkServerKeeper) -> None:
+        self._server = server
+
+    def fork(self, *args) -> int:
+        try:
+            with one_environment():
+                return self._server.fork(*args)
+        except NoFork as error:
+            raise AssertionError(f"no fork: {error}") from error
+
+
+@pytest.fixture(params=["spawn", "forkserver"])
+def spawn(monkeypatch, request):
+    """Return a function that spawns a child of `children.py`, in both ways, and returns a queue of its messages and its
+    exit reason."""
+    forks = Forks(request.getfixturevalue("fork_server")) if request.param == "forkserver" else None
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     children = []
 
-    def spawn(function: str, payload: bytes = b"") -> tuple[Child, queue.Queue]:
+    def spawn(function: str, payload: bytes = b"", pass_fds: Sequence[int] = ()) -> tuple[Child, queue.Queue]:
         said: queue.Queue = queue.Queue()
         child = Child(
             target=f"children:{function}",
@@ -36,6 +81,8 @@ def spawn(monkeypatch):
             runtime_dir="/nonexistent",
             on_message=said.put,
             on_exit=lambda cause: said.put(cause.message),
+            pass_fds=pass_fds,
+            fork_server=forks,
         )
         children.append(child)
         return child, said
@@ -93,6 +140,7 @@ def test_child_unexpected_exception_is_reported_once_with_traceback(spawn):
     assert said.get(timeout=DEADLINE) == "it ended with exit code 1"
 
 
+@pytest.mark.parametrize("spawn", ["spawn"], indirect=True)  # the directory is not that of the fork server
 def test_child_imports_from_parents_paths(spawn, tmp_path, monkeypatch):
     (tmp_path / "random.py").write_text("raise RuntimeError('imported from the current directory')")
     monkeypatch.chdir(tmp_path)
@@ -138,12 +186,44 @@ def many_open_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.parametrize("spawn", ["spawn"], indirect=True)  # the limit of files is not that of the fork server
 def test_child_of_parent_with_many_files_watches_parent(spawn, many_open_files, capfd):
     child, said = spawn("wait")
     said.get(timeout=DEADLINE)
     child._socket.shutdown(1)  # what the child would see of the parent's end
     assert said.get(timeout=DEADLINE) == "it ended with exit code 143"
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_child_inherits_descriptors_by_number_and_standard_streams(spawn, capfd):
+    reads, writes = os.pipe()
+    _, said = spawn("use_descriptors", str(writes).encode(), [writes])
+    assert said.get(timeout=DEADLINE) == Bound(TEST, "/dev/null")
+    assert said.get(timeout=DEADLINE) == "it ended with exit code 0"
+    os.close(writes)
+    assert os.read(reads, 100) == b"to the pipe"
+    os.close(reads)
+    assert capfd.readouterr() == ("to stdout\n", "to stderr\n")
+
+
+def test_child_is_ours_and_shows_its_label(spawn):
+    child, said = spawn("wait")
+    assert said.get(timeout=DEADLINE) == Bound(TEST, str(child.pid))
+    assert child.pid in children_of(os.getpid())
+    words = Path(f"/proc/{child.pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    assert words[-1] == TEST.label.encode()
+    assert any(b"eagleray.process.child import main" in word for word in words)
+
+
+def test_child_has_the_scheduling_and_signals_of_a_fresh_one(spawn):
+    _, said = spawn("describe_yourself")
+    state = json.loads(said.get(timeout=DEADLINE).address)
+    assert state == {
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "blocked": [],
+        "threads": ["MainThread", "parent-watch"],
+        "modules": [],
+    }
 
 
 def test_child_terminate_exits(spawn):

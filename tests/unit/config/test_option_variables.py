@@ -48,6 +48,8 @@ def read(monkeypatch, variables: dict[str, str], **given: object) -> TranslatedO
         ({"VLLM_CPU_KVCACHE_SPACE": "0.5"}, {}, {"kv_cache_memory": "0.5GiB"}),
         ({"VLLM_CPU_KVCACHE_SPACE": "0", "VLLM_SERVER_DEV_MODE": "0"}, {}, {}),
         ({"VLLM_SERVER_DEV_MODE": "1"}, {}, {"enable_rl": True}),
+        ({"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}, {}, {"worker_multiprocessing_method": "spawn"}),
+        ({"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"}, {}, {}),
         ({"VLLM_RAY_BUNDLE_INDICES": "3,4", "VLLM_RAY_PER_WORKER_GPUS": "0.2"}, {}, {}),
         (
             {"VLLM_RAY_BUNDLE_INDICES": "3,4", "VLLM_RAY_PER_WORKER_GPUS": "0.2"},
@@ -79,6 +81,7 @@ def test_with_variables_notes_what_it_ignores_and_translates(monkeypatch, variab
     [
         ({"EAGLERAY_CPU_OFFLOAD_GB": "4"}, "option `cpu_offload_gb` is not supported"),
         ({"VLLM_RAY_BUNDLE_INDICES": "a"}, "environment variable VLLM_RAY_BUNDLE_INDICES is 'a'"),
+        ({"VLLM_WORKER_MULTIPROCESSING_METHOD": "x"}, "VLLM_WORKER_MULTIPROCESSING_METHOD is 'x'"),
         ({"VLLM_CPU_KVCACHE_SPACE": "foo"}, "environment variable VLLM_CPU_KVCACHE_SPACE is 'foo'"),
         ({"VLLM_CPU_KVCACHE_SPACE": "4GiB"}, "environment variable VLLM_CPU_KVCACHE_SPACE is '4GiB'"),
         ({"VLLM_LOGGING_LEVEL": "loud"}, "environment variable VLLM_LOGGING_LEVEL is 'loud', which `log_level` cannot"),
