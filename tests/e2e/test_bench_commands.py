@@ -41,7 +41,7 @@ def figures(path: Path, *arguments: str) -> Any:
     return json.loads(path.read_text())["figures"]
 
 
-@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("endpoint", [pytest.param("/v1/completions", marks=pytest.mark.grid), "/v1/chat/completions"])
 def test_serve_writes_figures_and_a_plot(server, tmp_path, endpoint):
     plot = tmp_path / "plot.svg"
     arguments = ("--num-prompts", "6", "--random-input-len", "60", "--random-output-len", "5", "--plot", str(plot))

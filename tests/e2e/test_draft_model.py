@@ -84,7 +84,7 @@ def test_draft_model_proposals_are_what_it_generates_itself(tmp_path, drafters: 
     [
         {"executor": "in-process"},
         pytest.param({"executor": "processes"}, marks=pytest.mark.grid),
-        {"pipeline_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.grid),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.grid),
         pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.grid),
     ],

@@ -274,7 +274,7 @@ def test_chat_required_call_comes_whole_and_streamed_and_takes_a_result(client):
 
 def test_chat_strict_schema_that_cannot_be_followed_names_the_tool(client):
     function = {"name": "odd", "strict": True, "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
-    with pytest.raises(openai.BadRequestError, match="not supported: `not`;") as refused:
+    with pytest.raises(openai.BadRequestError, match="not supported: `not`, first at #/properties/a;") as refused:
         client.chat.completions.create(
             model=MODEL, messages=MESSAGES, tools=[WEATHER, {"type": "function", "function": function}]
         )

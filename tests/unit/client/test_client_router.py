@@ -285,13 +285,17 @@ def fill(num_engines, num_each, *, num_clients, system):
     return [filled[rank] for rank in range(num_engines)]
 
 
-@pytest.mark.parametrize("num_clients", [1, 4, 8])
+@pytest.mark.parametrize(
+    "num_clients", [pytest.param(1, marks=pytest.mark.grid), 4, pytest.param(8, marks=pytest.mark.grid)]
+)
 def test_choose_many_clients_fill_64_engines_evenly(num_clients):
     filled = fill(64, 100, num_clients=num_clients, system=[])
     assert min(filled) >= 90 and max(filled) <= 110
 
 
-@pytest.mark.parametrize("num_clients", [1, 4, 8])
+@pytest.mark.parametrize(
+    "num_clients", [pytest.param(1, marks=pytest.mark.grid), 4, pytest.param(8, marks=pytest.mark.grid)]
+)
 def test_choose_common_prefix_leaves_no_engine_idle(num_clients):
     filled = fill(64, 100, num_clients=num_clients, system=PROMPT)
     assert max(filled) <= 1.5 * min(filled)

@@ -191,7 +191,7 @@ class ExpertGroupMachine(InstanceMachine):
 
 
 SETTINGS = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

@@ -33,7 +33,7 @@ FAMILIES = {
     "deepseek_v2": {},
     "deepseek_v3": {},
 }
-LIKE_OTHERS = ("llama", "mistral", "qwen2", "mixtral", "deepseek_v2")
+LIKE_OTHERS = ("llama", "mistral", "qwen2", "mixtral", "deepseek_v2", "deepseek_v3")
 """Families with the kernels of others."""
 
 

@@ -224,7 +224,8 @@ def test_grouped_linear_compiles_for_hopper(kind: int, model: tuple[int, int, in
         compile_product(kind, model, tile, gated, 90, tmp_path)
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.grid), 100])
+@pytest.mark.grid
+@pytest.mark.parametrize("capability", [80, 100])
 @pytest.mark.parametrize(("kind", "model"), MODELS)
 def test_grouped_linear_compiles(kind: int, model: tuple[int, int, int], capability: int, tmp_path: Path) -> None:
     compile_product(kind, model, 16, True, capability, tmp_path)

@@ -147,7 +147,8 @@ def test_quantized_linear_compiles(capability: int, numbers: list[int], tmp_path
                 assert ("HGMMA" if config.rows >= 64 else "HMMA") in compiled.instructions
 
 
-@pytest.mark.parametrize("block_rows", [1, pytest.param(64, marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("block_rows", [1, 64])
 def test_quantized_linear_with_scales_of_fewer_rows_compiles(block_rows: int, tmp_path: Path) -> None:
     """Weights that were joined or cut within blocks have these."""
     rows = columns = 4096
