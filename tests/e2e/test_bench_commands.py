@@ -110,6 +110,7 @@ def test_bench_mistake_is_one_sentence_and_an_exit_code(server, arguments, code,
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.grid  # the next test has the command, too
 def test_throughput_writes_figures(checkpoint, tmp_path):
     lengths = ("--num-prompts", "4", "--random-input-len", "10", "--random-output-len", "3", "--num-threads", "1")
     found = figures(tmp_path / "f.json", "throughput", checkpoint, *lengths)

@@ -59,10 +59,9 @@ def start():
         ranks.close()
 
 
-# On one node: as the workers of `tests/e2e/test_executors_agree.py`.
-@pytest.mark.parametrize(
-    "nodes", [pytest.param(None, marks=pytest.mark.grid, id="one node"), pytest.param("abcd", id="four nodes")]
-)
+# On one node: as in `tests/e2e/test_executors_agree.py`; on several: as in `tests/ray/test_ray_agree.py`.
+@pytest.mark.grid
+@pytest.mark.parametrize("nodes", [None, "abcd"], ids=["one node", "four nodes"])
 def test_groups_pipeline_of_tensor_parallel_stages_computes(start, nodes):
     ranks = start(topology(tp=2, pp=2, nodes=nodes))
     ranks.send(ranks.receive_all())

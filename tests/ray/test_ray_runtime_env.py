@@ -52,7 +52,7 @@ def test_llm_in_a_driver_with_working_dir_hands_it_to_workers(cluster: str, chec
         assert "_ray_pkg_" in one["cwd"], "the package, not the directory that it was made of"
 
 
-@pytest.mark.slow  # a driver and a job hand theirs on above and below
+@pytest.mark.slow  # a driver hands its own on above
 def test_llm_in_an_actor_hands_its_runtime_env_through_engine_actors(
     cluster: str, checkpoint: str, directory: str
 ) -> None:
@@ -65,6 +65,7 @@ def test_llm_in_an_actor_hands_its_runtime_env_through_engine_actors(
         assert one["DEVICES"] != ""
 
 
+@pytest.mark.slow  # a driver hands its own on above
 def test_llm_in_a_submitted_job_hands_the_jobs_runtime_env_to_workers(
     cluster: str, checkpoint: str, directory: str, tmp_path: Path
 ) -> None:

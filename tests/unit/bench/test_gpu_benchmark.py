@@ -84,12 +84,10 @@ def test_engine_seconds_of_calls_are_noted(engine):
     assert engine.seconds_of("AllocateCache") > 0
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [
-        ("qwen3-0.6b", {"quantization": "fp8"}),
-        pytest.param("gpt-oss-20b", {"enable_return_routed_experts": True}, marks=pytest.mark.grid),
-    ],
+    [("qwen3-0.6b", {"quantization": "fp8"}), ("gpt-oss-20b", {"enable_return_routed_experts": True})],
 )
 def test_steady_decodes_run_on_interpreted_kernels_of_gpus(shape, options, tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: CudaBackend(model.dtype))

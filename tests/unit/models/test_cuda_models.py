@@ -89,6 +89,7 @@ def test_forward_with_fp8_weights_equals_decoded_ones_in_plain_torch(family, blo
     check_against_plain_torch(small, decoded, Fp8Weight, monkeypatch)
 
 
+@pytest.mark.grid  # test_triton_grouped_linear.py multiplies by such weights
 def test_forward_with_mxfp4_experts_equals_decoded_ones_in_plain_torch(tmp_path, monkeypatch):
     checkpoint = make_checkpoint(
         tmp_path, "gpt_oss", tokenizer=False, num_hidden_layers=1, layer_types=["full_attention"], hidden_size=160
