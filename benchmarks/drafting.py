@@ -41,7 +41,7 @@ BUDGET = 65_536
 
 
 def measured(milliseconds: dict[int, float]) -> Callable[[int], float]:
-    """Return the times between and beyond those that were measured, by the number of tokens."""
+    """Return the time of a step as a function of its tokens, interpolated from measurements and extended beyond."""
     counts, times = list(milliseconds), list(milliseconds.values())
     each = (times[-1] - times[-2]) / (counts[-1] - counts[-2])
     return lambda count: float(np.interp(count, counts, times)) + each * max(0, count - counts[-1])

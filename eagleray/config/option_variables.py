@@ -63,7 +63,10 @@ def _level(text: str) -> str:
 
 
 def _start_method(text: str) -> str:
-    """Return the name of a way to start processes. Raises `ValueError` for a name that is none."""
+    """Return the start method here for one of vLLM, whose engines are forks of the process itself by default. Raises
+    `ValueError` for an unknown method."""
+    if text == "fork":
+        return "forkserver"
     if text not in get_args(option_types()["worker_multiprocessing_method"]):
         raise ValueError
     return text
@@ -80,9 +83,7 @@ VLLM_VARIABLES = {
         "ray_worker_resources", lambda text: {"GPU": float(text)}, needs_ray=True
     ),
     "VLLM_CPU_KVCACHE_SPACE": VariableAlias("kv_cache_memory", _gibibytes),
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": VariableAlias(
-        "worker_multiprocessing_method", lambda text: None if text == "fork" else _start_method(text)
-    ),
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": VariableAlias("worker_multiprocessing_method", _start_method),
     "VLLM_SERVER_DEV_MODE": VariableAlias("enable_rl", lambda text: parsed(text) == 1 or None),
 }
 

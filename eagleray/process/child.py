@@ -88,8 +88,11 @@ def _run(sock: socket.socket, *, is_fork: bool) -> int:
 
 
 def _fork_server(sock: socket.socket) -> tuple[socket.socket, ForkedProcess] | socket.socket | None:
-    """Fork a server for children of this process, and return this end of its socket pair and its process, or None if
-    there is none; return in the forks of the server too, with their ends of their own socket pairs."""
+    """Fork a server for children of this process. Return this end of its socket pair and its process, or None if the
+    system refuses the fork.
+
+    The function returns in every fork of that server, too, there with the fork's end of its own socket pair.
+    """
     owner = os.getpid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

@@ -13,7 +13,7 @@ class ChildProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the child."""
 
     def kill(self) -> None:
         """Send SIGKILL. Harmless after the exit."""

@@ -45,7 +45,7 @@ class ForkServerKeeper:
 
     @property
     def process_id(self) -> int | None:
-        """Process id of the server; None while there is none."""
+        """Process id of the server, or None if no server runs."""
         server = self._server
         return None if server is None else server.process.pid
 

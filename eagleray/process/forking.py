@@ -111,7 +111,8 @@ def serve_forks(sock: socket.socket, owner: int) -> socket.socket:
 
 def _fork_orphan() -> bool:
     """Fork a process whose parent exits at once, so that the kernel gives it to the nearest subreaper, which is the
-    process that asked for it. Return whether this is the new process. Raises `OSError` if there is none."""
+    process that asked for it. Return True in the new process and False in the server. Raises `OSError` in the server
+    if the system refuses a fork."""
     if between := os.fork():
         _, status = os.waitpid(between, 0)
         if number := os.waitstatus_to_exitcode(status):

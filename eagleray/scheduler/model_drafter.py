@@ -268,10 +268,12 @@ class ModelDrafter(Drafter[ProposedTokens]):
         *,
         is_trial: bool,
     ) -> list[int]:
-        """Choose the requests whose missing tokens the draft model computes now. `others`: the indices in `asking` of
-        those that lack many tokens. Requests that it has begun come first, then those whose drafts are expected to
-        save more time than this takes, and if there are none, some for a trial. `gain`: the logarithm of the speed-up
-        that the step has without them."""
+        """Choose the requests whose missing tokens the draft model computes now.
+
+        Requests that it has begun come first, then requests whose drafts are expected to save more time than the
+        computation takes. If neither exist, a few are chosen for a trial. `others`: indices in `asking` of the requests
+        that lack many tokens. `gain`: logarithm of the step's speed-up without these requests.
+        """
         begun = [index for index in others if asking[index].is_catching_up]
         if begun or self.saved_seconds < 0:
             return begun

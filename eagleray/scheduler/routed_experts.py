@@ -44,9 +44,12 @@ class RoutedExpertsStore:
         return reported
 
     def take_new(self, run: Run, reported: Sequence[bytes], num_kept: int) -> bytes:
-        """Return the experts that the request of a run has not been sent, which count as sent then; none if the run has
-        ended. `reported`: those that the step reports of the run. `num_kept`: the number of first ones that are the
-        request's: the others are those of drafts that were not accepted."""
+        """Return the routed experts that the request of a run still lacks, and count them as sent. A run that has ended
+        gets none.
+
+        reported: the experts of each token that a step computed for the run. num_kept: number of leading tokens that
+        belong to the request; the tokens behind them are drafts that were not accepted.
+        """
         request = run.request
         wanted_from = request.routed_experts_from
         assert wanted_from is not None and num_kept <= len(reported)

@@ -531,8 +531,9 @@ class Scheduler:
         return added is not None
 
     def _choose_proposals(self, draft: StepDraft, drafter: ModelDrafter) -> None:
-        """Choose the runs for which the draft model proposes tokens at the end of the step, among those that generated
-        a token before. Their block tables are extended for these tokens, unless too few blocks are free."""
+        """Choose runs for which the draft model proposes tokens at the end of the step. Only runs that have already
+        generated a token are considered. Their block tables are extended for the proposals if enough blocks are
+        free."""
         asking = {}
         for run in draft.num_tokens:
             request = run.request
@@ -737,8 +738,8 @@ class Scheduler:
     def _new_routed_experts(
         self, run: Run, experts: list[bytes], flight: InFlightStep, sampled: Mapping[int, int], result: StepResult
     ) -> bytes:
-        """Return the routed experts to send to the request of a run. `experts`: those that the step reports of the run.
-        Those of drafts that were not accepted, or come after the last token of a request, are not sent."""
+        """Return the routed experts to send to the request of a run. `experts`: the experts of each token that the step
+        computed for the run. Drafts that were not accepted, and tokens behind the request's last one, are left out."""
         assert self._routed is not None
         num_kept = flight.runs[run]
         if run in flight.drafts and run.row in sampled:

@@ -49,7 +49,11 @@ def read(monkeypatch, variables: dict[str, str], **given: object) -> TranslatedO
         ({"VLLM_CPU_KVCACHE_SPACE": "0", "VLLM_SERVER_DEV_MODE": "0"}, {}, {}),
         ({"VLLM_SERVER_DEV_MODE": "1"}, {}, {"enable_rl": True}),
         ({"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}, {}, {"worker_multiprocessing_method": "spawn"}),
-        ({"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"}, {}, {}),
+        (
+            {"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"},
+            {},
+            {"worker_multiprocessing_method": "forkserver"},
+        ),
         ({"VLLM_RAY_BUNDLE_INDICES": "3,4", "VLLM_RAY_PER_WORKER_GPUS": "0.2"}, {}, {}),
         (
             {"VLLM_RAY_BUNDLE_INDICES": "3,4", "VLLM_RAY_PER_WORKER_GPUS": "0.2"},

@@ -1,4 +1,4 @@
-"""The instruction sets that kernels may use here: those that the processor has and the system allows."""
+"""Instruction sets that the processor has and that the system lets a process use."""
 
 from __future__ import annotations
 
