@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 
@@ -74,6 +74,9 @@ class GroupedWeight:
     encoding: Encoding
     offsets: Tensor | None = None
     """of the dtype and shape of the scales"""
+    columns_per_divisor: int | None = None
+    """columns whose scales, in float16, are multiples of one number by -15 to 15; None: those of a group, which have one
+    scale anyway"""
 
     @property
     def shape(self) -> torch.Size:
@@ -97,4 +100,4 @@ class GroupedWeight:
     def select_rows(self, order: Tensor) -> GroupedWeight:
         """Return the rows `order`, int64."""
         offsets = None if self.offsets is None else self.offsets[order]
-        return GroupedWeight(self.codes[order], self.scales[order], self.encoding, offsets)
+        return replace(self, codes=self.codes[order], scales=self.scales[order], offsets=offsets)

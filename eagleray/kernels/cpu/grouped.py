@@ -23,10 +23,15 @@ SCALE_KINDS = {
     torch.float32: abi.SCALE_FLOAT32,
 }
 
-GROUP_SIZE = 32
-"""Columns of a group in a weight that is quantized when it is loaded."""
+INT4_COLUMNS = 32
+"""Columns of a group in a weight that is quantized to 4 bits when it is loaded."""
+BLOCK_SIZES = (128, 64, 32)
+"""Columns of a group in a weight that is quantized to 8 bits when it is loaded, or of the groups of 4 bits whose scales
+are multiples of one number. The largest that divides a weight is taken."""
 ENCODINGS = {WeightFormat.INT4: Encoding.INT4, WeightFormat.INT8: Encoding.INT8}
 """The formats that weights can be quantized to in groups."""
+INTEGERS = frozenset({Encoding.INT4, Encoding.INT8, Encoding.HALF_INT8})
+"""Encodings whose values are consecutive integers, or all half above integers."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Grouping:
     """Columns of a group."""
     scale_dtype: torch.dtype
     has_offsets: bool
+    block: int
+    """Columns whose scales are multiples of one number; those of a group, if others are not."""
 
     @cached_property
     def c(self) -> CStruct:
@@ -47,6 +54,8 @@ class Grouping:
             size=self.size,
             scale_kind=SCALE_KINDS[self.scale_dtype],
             has_offsets=self.has_offsets,
+            block=self.block,
+            are_integers=self.encoding in INTEGERS,
             values=value_table(self.encoding).data_ptr(),
         )
 
@@ -56,9 +65,9 @@ class Grouping:
 
 
 @cache
-def grouping_of(encoding: Encoding, size: int, scale_dtype: torch.dtype, has_offsets: bool) -> Grouping:
+def grouping_of(encoding: Encoding, size: int, scale_dtype: torch.dtype, has_offsets: bool, block: int) -> Grouping:
     """Return the layout of a weight, one object for each layout."""
-    return Grouping(encoding, size, scale_dtype, has_offsets)
+    return Grouping(encoding, size, scale_dtype, has_offsets, block)
 
 
 def pack(library: ctypes.CDLL, weight: GroupedWeight, out: Tensor, *, inner: int = 0) -> None:
@@ -78,7 +87,8 @@ def pack(library: ctypes.CDLL, weight: GroupedWeight, out: Tensor, *, inner: int
 
 
 def layout(weight: GroupedWeight) -> Grouping:
-    return grouping_of(weight.encoding, weight.group_size, weight.scales.dtype, weight.offsets is not None)
+    block = weight.columns_per_divisor or weight.group_size
+    return grouping_of(weight.encoding, weight.group_size, weight.scales.dtype, weight.offsets is not None, block)
 
 
 def packed_size(library: ctypes.CDLL, grouping: Grouping, n: int, k: int) -> int:
@@ -88,19 +98,21 @@ def packed_size(library: ctypes.CDLL, grouping: Grouping, n: int, k: int) -> int
 
 
 def quantize(library: ctypes.CDLL, weight: Tensor, kind: WeightFormat) -> GroupedWeight | Tensor:
-    """Return a weight [rows, columns] in groups of `GROUP_SIZE`, or the weight itself if these do not divide it."""
+    """Return a weight [rows, columns] in groups, or the weight itself if none of `BLOCK_SIZES` divides it."""
     rows, columns = weight.shape
-    if columns % GROUP_SIZE != 0:
+    block = next((size for size in BLOCK_SIZES if columns % size == 0), None)
+    if block is None:
         return weight
     encoding, plain = ENCODINGS[kind], weight.contiguous()
+    size = INT4_COLUMNS if kind is WeightFormat.INT4 else block
     codes = torch.empty(plain.shape, dtype=torch.uint8)
-    scales = torch.empty((rows, columns // GROUP_SIZE), dtype=torch.float16)
+    scales = torch.empty((rows, columns // size), dtype=torch.float16)
     is_bfloat16 = int(plain.dtype == torch.bfloat16)
     library.er_quantize(
-        *(plain.data_ptr(), rows, columns, encoding.bits, GROUP_SIZE),
+        *(plain.data_ptr(), rows, columns, encoding.bits, size, block),
         *(codes.data_ptr(), scales.data_ptr(), is_bfloat16, 1),
     )
-    return GroupedWeight(codes, scales, encoding)
+    return GroupedWeight(codes, scales, encoding, columns_per_divisor=block if block > size else None)
 
 
 def in_groups(weight: QuantizedWeight) -> GroupedWeight | None:

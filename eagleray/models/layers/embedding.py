@@ -6,6 +6,7 @@ A tensor-parallel rank has the weight's rows of some tokens of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -102,4 +103,4 @@ def _padded(rows: Weight, count: int) -> Weight:
         None if part is None else F.pad(part, (0, 0, 0, count)) for part in (rows.codes, rows.scales, rows.offsets)
     )
     assert codes is not None and scales is not None
-    return GroupedWeight(codes, scales, rows.encoding, offsets)
+    return replace(rows, codes=codes, scales=scales, offsets=offsets)

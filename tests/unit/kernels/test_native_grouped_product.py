@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernel_numbers import multiplied_numbers
+from kernel_numbers import has_matrix_instructions, multiplied_numbers
 from torch import Tensor
 
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.build.library import native_library
-from eagleray.kernels.cpu.grouped import SCALE_KINDS, in_groups, layout, pack, packed_size, quantize
+from eagleray.kernels.cpu.grouped import INTEGERS, SCALE_KINDS, in_groups, layout, pack, packed_size, quantize
 from eagleray.kernels.grouped import Encoding, GroupedWeight, value_table
 from eagleray.kernels.quantized import Mxfp4Weight, WeightFormat, quantize_fp8
 
 N, K = 72, 640
 NUM_ROWS = (1, 2, 3, 5, 12, 13, 25, 40, 97, 130)
 TOLERANCE = 2e-6  # of the sum of the terms' magnitudes
+INPUT_STEP = 1 / (127 * 256)  # between integers that inputs are rounded to, of the largest input of their block
 
 
 def random_weight(
@@ -31,6 +32,13 @@ def random_weight(
     scales = (torch.rand(n, k // size) * 0.01 + 0.001).to(scale_dtype)
     offsets = (torch.rand(n, k // size) * 0.1 - 0.05).to(scale_dtype) if has_offsets else None
     return GroupedWeight(codes, scales, encoding, offsets)
+
+
+def weight_with_divisors(n: int = N, k: int = K, columns: int = 128) -> GroupedWeight:
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    divisors = torch.randint(65, 128, (n, k // columns, 1)) * 2.0**-17
+    scales = (divisors * torch.randint(-15, 16, (n, k // columns, columns // 32))).flatten(1).half()
+    return GroupedWeight(codes, scales, Encoding.INT4, columns_per_divisor=columns)
 
 
 @dataclass
@@ -84,17 +92,21 @@ CASES = [
 
 @pytest.mark.parametrize(("encoding", "size", "scale_dtype", "has_offsets"), CASES)
 def test_multiply_equals_float64_and_itself_in_any_batch(library, encoding, size, scale_dtype, has_offsets):
-    check_products(library, encoding, size, scale_dtype, has_offsets=has_offsets)
+    check_products(library, random_weight(encoding, size, scale_dtype, has_offsets=has_offsets))
 
 
-def check_products(
-    library: ctypes.CDLL, encoding: Encoding, size: int, scale_dtype: torch.dtype, *, has_offsets: bool
-) -> None:
-    weight = random_weight(encoding, size, scale_dtype, has_offsets=has_offsets)
+@pytest.mark.parametrize("columns", [64, 128])
+def test_multiply_scales_with_divisors_equals_float64_and_itself_in_any_batch(library, columns):
+    check_products(library, weight_with_divisors(columns=columns))
+
+
+def check_products(library: ctypes.CDLL, weight: GroupedWeight) -> None:
     packed, x = Packed(library, weight), random_rows(max(NUM_ROWS))
     numbers = used_numbers(library, weight)
     whole = packed.multiply(x, 2)
     bound = TOLERANCE * (x.double().abs() @ numbers.abs().t() + sum_of_parts(weight, x))
+    if is_integer_product(library, weight):
+        bound += 0.5 * INPUT_STEP * (largest_of_blocks(weight, x) @ numbers.abs().t())
     assert ((whole.double() - x.double() @ numbers.t()).abs() <= bound).all()
     for count in NUM_ROWS:
         for threads in (1, 2):
@@ -103,13 +115,28 @@ def check_products(
 
 def test_multiply_older_processor_equals_float64(other_library):
     for encoding, size, scale_dtype, has_offsets in CASES[1::4]:
-        check_products(other_library, encoding, size, scale_dtype, has_offsets=has_offsets)
+        check_products(other_library, random_weight(encoding, size, scale_dtype, has_offsets=has_offsets))
+    check_products(other_library, weight_with_divisors())
+
+
+def is_integer_product(library: ctypes.CDLL, weight: GroupedWeight) -> bool:
+    """Whether a library multiplies a weight as integers, exactly, and rounds the inputs to integers as well."""
+    is_large = (weight.columns_per_divisor or weight.group_size) >= 64
+    return has_matrix_instructions() and library is native_library() and weight.encoding in INTEGERS and is_large
+
+
+def largest_of_blocks(weight: GroupedWeight, x: Tensor) -> Tensor:
+    """For each input in float64, the largest magnitude of its block."""
+    size = weight.columns_per_divisor or weight.group_size
+    blocks = x.double().abs().unflatten(1, (-1, size))
+    return blocks.amax(2, keepdim=True).expand_as(blocks).flatten(1)
 
 
 def used_numbers(library: ctypes.CDLL, weight: GroupedWeight) -> Tensor:
     """The numbers in float64 that products of a library use."""
     numbers = exact_numbers(weight)
-    return multiplied_numbers(numbers) if library is native_library() else numbers
+    is_rounded = library is native_library() and not is_integer_product(library, weight)
+    return multiplied_numbers(numbers) if is_rounded else numbers
 
 
 def exact_numbers(weight: GroupedWeight) -> Tensor:
@@ -228,9 +255,10 @@ def test_quantize_int4_errs_less_than_scales_of_the_largest_number(library):
 def test_quantize_numbers_on_a_grid_are_exact(library):
     grid = torch.randint(-8, 8, (16, 64)).float()
     grid[:, ::32] = -8  # so the scale of the largest number is the grid's
-    quantized = quantize(library, grid * 0.25, WeightFormat.INT4)
+    step = 15 / 64  # 15 times the divisor of the scales
+    quantized = quantize(library, grid * step, WeightFormat.INT4)
     assert isinstance(quantized, GroupedWeight)
-    assert torch.equal(quantized.dequantize(torch.float32), grid * 0.25)
+    assert torch.equal(quantized.dequantize(torch.float32), grid * step)
 
 
 @pytest.mark.parametrize("kind", [WeightFormat.INT4, WeightFormat.INT8])

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from eagleray.kernels.cpu.build.variants import NATIVE_FLAGS
+from eagleray.kernels.cpu.build.variants import AMX_FEATURES, NATIVE_FLAGS
 
 SYS_ARCH_PRCTL: Final = 158
 ARCH_REQ_XCOMP_PERM: Final = 0x1023
@@ -24,14 +24,15 @@ def processor_capabilities() -> Mapping[str, object]:
     """
     capabilities = torch.cpu.get_capabilities()
     if capabilities.get("amx_bf16") and not _request_matrix_registers():
-        return {**capabilities, "amx_bf16": False, "amx_tile": False}
+        return {**capabilities, **dict.fromkeys(AMX_FEATURES, False)}
     return capabilities
 
 
 def native_flags(capabilities: Mapping[str, object]) -> tuple[str, ...]:
     """Return the compiler's flags for this processor, which compile no instructions that the system refuses."""
     is_refused = torch.cpu.get_capabilities().get("amx_bf16") and not capabilities.get("amx_bf16")
-    return (*NATIVE_FLAGS, "-mno-amx-tile", "-mno-amx-bf16") if is_refused else NATIVE_FLAGS
+    without = [f"-mno-{feature.replace('_', '-')}" for feature in AMX_FEATURES]
+    return (*NATIVE_FLAGS, *without) if is_refused else NATIVE_FLAGS
 
 
 def _request_matrix_registers() -> bool:

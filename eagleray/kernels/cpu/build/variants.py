@@ -50,7 +50,9 @@ AVX2 = {feature: f"-m{feature}" for feature in ("avx2", "f16c", "bmi", "bmi2", "
 AVX512 = AVX2 | {f"avx512_{part}": f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}
 AVX512_BF16 = AVX512 | {f"avx512_{part}": f"-mavx512{part}" for part in ("bf16", "vbmi", "vnni")}
 
-AMX = AVX512_BF16 | {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}
+
+AMX_FEATURES = ("amx_tile", "amx_bf16", "amx_int8")
+AMX = AVX512_BF16 | {feature: f"-m{feature.replace('_', '-')}" for feature in AMX_FEATURES}
 
 VARIANTS = (
     Variant("amx", "x86_64", "-march=x86-64", AMX),

@@ -44,6 +44,8 @@ typedef struct {
 
 enum { SCALE_FLOAT16, SCALE_BFLOAT16, SCALE_FLOAT32 };
 
+enum { MAX_MULTIPLE = 15 };  // of scales in a block, see CGrouping
+
 // The codes of a weight of few bits. A group of consecutive inputs of an output shares a scale, and perhaps an offset:
 // a number of the weight is scale * value + offset.
 typedef struct {
@@ -51,6 +53,9 @@ typedef struct {
   int64_t size;         // inputs of a group: 16, 32, 64 or 128; k is a multiple of it
   int64_t scale_kind;   // of scales and offsets: SCALE_*
   int64_t has_offsets;
+  int64_t block;        // inputs whose scales are multiples of one another's divisor, by at most MAX_MULTIPLE: a multiple
+                        // of `size`, or `size` itself; k is a multiple of it
+  int64_t are_integers; // whether values are consecutive integers, or, of 8 bits, integers and a half
   const void* values;   // bfloat16: [16] of the codes of 4 bits; [128] of the lower seven of 8 bits, where the eighth is
                         // the sign of the value
 } CGrouping;
@@ -93,9 +98,10 @@ void er_pack_grouped(const CGrouping* grouping, const void* codes, const void* s
                      int64_t k, int64_t inner, void* out, int num_threads);
 
 // weight: [n, k] of `dtype`; codes: [n, k] of -8, ..., 7, from 0 on, or of 8 bits with a sign; scales: [n, k / size] of
-// float16. Groups of 4 bits have the scale of about the least squared error.
-void er_quantize(const void* weight, int64_t n, int64_t k, int bits, int64_t size, void* codes, void* scales, int dtype,
-                 int num_threads);
+// float16. Groups of 4 bits have scales of about the least squared error, those of a block of at most 128 inputs multiples
+// of one number, see CGrouping; a block of 8 bits is a group.
+void er_quantize(const void* weight, int64_t n, int64_t k, int bits, int64_t size, int64_t block, void* codes,
+                 void* scales, int dtype, int num_threads);
 
 void er_multiply(const CProduct* products, int64_t count, int dtype, int num_threads);
 

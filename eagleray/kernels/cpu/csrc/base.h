@@ -26,7 +26,7 @@
 #endif
 #include <sched.h>
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define HAS_MATRICES  // instructions that multiply matrices, see matrix_tile.h
 #endif
 

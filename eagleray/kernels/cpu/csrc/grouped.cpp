@@ -2,7 +2,9 @@
 #include "grouped.h"
 
 #include <algorithm>
+#include <numeric>
 
+#include "integer_tile.h"
 #include "matrix_groups.h"
 
 namespace eagleray {
@@ -17,18 +19,69 @@ struct CodedWeight {
 
 #ifdef HAS_MATRICES
 
+// ---- integers
+
+// The integer of a code of 8 bits, which has a sign and a magnitude. The values of codes may lie half above integers.
+int integer_of(uint8_t code, bool have_halves) {
+  const int magnitude = code & 0x7f;
+  return code & 0x80 ? -magnitude - (have_halves ? 1 : 0) : magnitude;
+}
+
+// A float16 in units of 2^-24, the smallest one. It is finite.
+int64_t float16_units(uint16_t bits) {
+  const int64_t mantissa = bits & 0x3ff, exponent = bits >> 10 & 31;
+  const int64_t magnitude = exponent ? (mantissa | 0x400) << (exponent - 1) : mantissa;
+  return bits & 0x8000 ? -magnitude : magnitude;
+}
+
+// The scale of which those of a block are multiples, and the multiples. Zeros are multiples of every scale.
+uint16_t divide_scales(const uint16_t* scales, int64_t count, int8_t* multiples, int64_t stride) {
+  int64_t divisor = 0;
+  for (int64_t group = 0; group < count; group++) divisor = std::gcd(divisor, float16_units(scales[group]));
+  for (int64_t group = 0; group < count; group++)
+    multiples[group * stride] = divisor ? int8_t(float16_units(scales[group]) / divisor) : int8_t(0);
+  return _cvtss_sh(float(divisor) * 0x1p-24f, _MM_FROUND_TO_NEAREST_INT);  // exact, as it divides a float16
+}
+
+// Write a block of an output that is multiplied as integers:
+//   codes      [block / 4][PANEL][4] bytes, the integers, or of 4 bits codes [block / 8][PANEL][4], where the
+//              lower half of a byte belongs to one of four inputs and the upper half to one of the next four
+//   scales     [PANEL], of the grouping's kind
+//   offsets    [PANEL], if the weight has offsets
+//   multiples  [block / size][PANEL] bytes with a sign, if the groups of a block have scales of their own
+void pack_integers(const CGrouping& grouping, const CodedWeight& weight, int64_t group, int64_t first, int lane,
+                   uint8_t* block) {
+  const uint8_t* codes = weight.codes + first;
+  const bool have_halves = grouping.bits == 8 && static_cast<const Bf16*>(grouping.values)->bits != 0;
+  uint8_t* to = block + lane * 4;
+  for (int64_t i = 0; i < grouping.block; i++) {
+    const int64_t four = i / 4;
+    if (grouping.bits == 8) to[four * PANEL * 4 + i % 4] = uint8_t(integer_of(codes[i], have_halves));
+    else if (four % 2 == 0) to[four / 2 * PANEL * 4 + i % 4] = codes[i];
+    else to[four / 2 * PANEL * 4 + i % 4] |= uint8_t(codes[i] << 4);
+  }
+  const int64_t size = scale_size(grouping);
+  uint8_t *scales = block + code_bytes(grouping), *multiples = scales + scale_bytes(grouping);
+  if (has_multiples(grouping)) {
+    reinterpret_cast<uint16_t*>(scales)[lane] =
+        divide_scales(reinterpret_cast<const uint16_t*>(weight.scales) + group, grouping.block / grouping.size,
+                      reinterpret_cast<int8_t*>(multiples) + lane, PANEL);
+    return;
+  }
+  std::memcpy(scales + lane * size, weight.scales + group * size, size);
+  if (grouping.has_offsets) std::memcpy(scales + (PANEL + lane) * size, weight.offsets + group * size, size);
+}
+
 // Write the first `count` codes of an output's block. Codes of 4 bits share bytes with the output before, if it is odd.
 void pack_codes(const CGrouping& grouping, const uint8_t* codes, int64_t count, int lane, uint8_t* block) {
   const int outputs = decoded_pairs(int(grouping.bits)), output = lane % outputs;
-  const bool are_integers = has_integers(grouping);
-  const bool have_halves = are_integers && static_cast<const Bf16*>(grouping.values)->bits != 0;
+  const bool have_halves = grouping.are_integers && static_cast<const Bf16*>(grouping.values)->bits != 0;
   uint8_t* vector = block + lane / outputs * CODE_VECTOR;
   for (int64_t at = 0; at < count; at++) {
     const int64_t input = at % MIN_BLOCK;
     uint8_t* step = vector + at / MIN_BLOCK * (PANEL / outputs) * CODE_VECTOR;
-    if (are_integers) {
-      const uint8_t magnitude = codes[at] & 0x7f, negative = uint8_t(have_halves ? ~magnitude : -magnitude);
-      step[output * MIN_BLOCK + input] = codes[at] & 0x80 ? negative : magnitude;
+    if (grouping.bits == 8 && grouping.are_integers) {
+      step[output * MIN_BLOCK + input] = uint8_t(integer_of(codes[at], have_halves));
     } else if (grouping.bits == 8) {
       const int64_t word = input % 16 * 2 + input / 16;  // with the input 16 further on or back
       step[word / 8 * 16 + output * 8 + word % 8] = codes[at];
@@ -72,6 +125,12 @@ void pack_codes(const CGrouping& grouping, const uint8_t* codes, int64_t count, 
 void pack_lane(const CGrouping& grouping, const CodedWeight& weight, int64_t row, int64_t k, int lane, uint8_t* panel) {
   const int64_t size = scale_size(grouping), groups = k / grouping.size;
   for (int64_t first = 0; first < k; first += block_size(grouping), panel += block_bytes(grouping)) {
+#ifdef HAS_MATRICES
+    if (uses_integers(grouping)) {
+      pack_integers(grouping, weight, (row * k + first) / grouping.size, row * k + first, lane, panel);
+      continue;
+    }
+#endif
     const int64_t count = std::min(block_size(grouping), k - first);
     pack_codes(grouping, weight.codes + row * k + first, count, lane, panel);
     uint8_t* scale = panel + code_bytes(grouping) + lane * size;
@@ -112,8 +171,39 @@ int64_t grouped_size(const CGrouping& grouping, int64_t n, int64_t k) {
 
 #ifdef HAS_MATRICES
 
+namespace {
+
+// The numbers of an output's block of integers: out [block].
+void unpack_integers(const BlockSpan& blocks, int64_t index, int64_t lane, float* out) {
+  const CGrouping& grouping = blocks.grouping;
+  auto number = [&](const uint8_t* from) {
+    alignas(64) float lanes[LANES];
+    store(lanes, load_scales(grouping, from, lane / LANES * LANES));
+    return lanes[lane % LANES];
+  };
+  const float half = grouping.bits == 8 ? to_float(*static_cast<const Bf16*>(grouping.values)) : 0;
+  const float scale = number(blocks.scales(index)), offset = grouping.has_offsets ? number(blocks.offsets(index)) : 0;
+  const uint8_t* codes = blocks.block(index) + lane * 4;
+  for (int64_t i = 0; i < grouping.block; i++) {
+    const int64_t four = i / 4;
+    int integer;
+    if (grouping.bits == 8) integer = int8_t(codes[four * PANEL * 4 + i % 4]);
+    else integer = (codes[four / 2 * PANEL * 4 + i % 4] >> (four % 2 * 4) & 15) - ZERO_4;
+    if (has_multiples(grouping)) integer *= int8_t(blocks.multiples(index)[i / grouping.size * PANEL + lane]);
+    *out++ = (float(integer) + half) * scale + offset;
+  }
+}
+
+}  // namespace
+
 void unpack_grouped_row(const CGrouping& grouping, const void* packed, int64_t row, int64_t k, float* out) {
   auto panel = static_cast<const uint8_t*>(packed) + row / PANEL * panel_bytes(grouping, k);
+  if (uses_integers(grouping)) {
+    const BlockSpan blocks{grouping, panel, 0, num_blocks(grouping, k)};
+    for (int64_t index = 0; index < blocks.count; index++, out += grouping.block)
+      unpack_integers(blocks, index, row % PANEL, out);
+    return;
+  }
   with_matrix_decoder(grouping, [&](const auto& decoder) {
     DecodedSteps steps;
     for (int64_t first = 0; first < k; first += block_size(grouping), panel += block_bytes(grouping)) {

@@ -11,6 +11,7 @@
 // and for each group
 //   scales   [PANEL]
 //   offsets  [PANEL], if the weight has offsets
+// Weights that are multiplied as integers have another layout, see `pack_integers`.
 #pragma once
 
 #include "product.h"
@@ -26,11 +27,32 @@ constexpr int64_t MIN_BLOCK = 32;  // inputs
 constexpr int64_t MIN_BLOCK = 16;
 #endif
 
+constexpr int64_t INTEGER_GROUP = 32;  // inputs whose scales have one multiple, where a block has several
+
+// Whether a weight is packed and multiplied as integers, see integer_tile.h. Smaller blocks take less time otherwise.
+inline bool uses_integers(const CGrouping& grouping) {
+#ifdef HAS_MATRICES
+  const bool has_divisor = grouping.bits == 4 && grouping.size == INTEGER_GROUP && !grouping.has_offsets &&
+                           grouping.scale_kind == SCALE_FLOAT16;
+  return grouping.are_integers && grouping.block % 64 == 0 && (grouping.block == grouping.size || has_divisor);
+#else
+  return grouping.bits == 0;  // no weight is
+#endif
+}
+
+// Whether the scales of a block are stored as multiples of one.
+inline bool has_multiples(const CGrouping& grouping) {
+  return uses_integers(grouping) && grouping.block > grouping.size;
+}
+
 // Words of 16 lanes that a vector of codes is decoded to, see `Decoder`.
 constexpr int decoded_pairs(int bits) { return 16 / bits; }
 
 inline int64_t scale_size(const CGrouping& grouping) { return grouping.scale_kind == SCALE_FLOAT32 ? 4 : 2; }
-inline int64_t block_size(const CGrouping& grouping) { return grouping.size > MIN_BLOCK ? grouping.size : MIN_BLOCK; }
+inline int64_t block_size(const CGrouping& grouping) {
+  if (uses_integers(grouping)) return grouping.block;
+  return grouping.size > MIN_BLOCK ? grouping.size : MIN_BLOCK;
+}
 inline int64_t code_bytes(const CGrouping& grouping) { return PANEL * block_size(grouping) * grouping.bits / 8; }
 
 // The bytes of the scales and offsets of a group.
@@ -38,21 +60,16 @@ inline int64_t scale_bytes(const CGrouping& grouping) {
   return PANEL * scale_size(grouping) * (grouping.has_offsets ? 2 : 1);
 }
 inline int64_t block_bytes(const CGrouping& grouping) {
+  if (uses_integers(grouping)) {
+    const int64_t multiples = has_multiples(grouping) ? PANEL * grouping.block / grouping.size : 0;
+    return code_bytes(grouping) + scale_bytes(grouping) + multiples;
+  }
   return code_bytes(grouping) + block_size(grouping) / grouping.size * scale_bytes(grouping);
 }
 inline int64_t num_blocks(const CGrouping& grouping, int64_t k) { return divide_up(k, block_size(grouping)); }
 inline int64_t panel_bytes(const CGrouping& grouping, int64_t k) {
   return num_blocks(grouping, k) * block_bytes(grouping);
 }
-
-#ifdef HAS_MATRICES
-// Whether codes of 8 bits stand for consecutive integers, or integers and a half. They are packed in two's complement.
-inline bool has_integers(const CGrouping& grouping) {
-  if (grouping.bits != 8) return false;
-  auto value = [&](int code) { return to_float(static_cast<const Bf16*>(grouping.values)[code]); };
-  return value(1) == value(0) + 1 && value(127) == value(0) + 127;
-}
-#endif
 
 // ---- scales
 
@@ -203,6 +220,7 @@ struct BlockSpan {
   const uint8_t* block(int64_t index) const { return from + index * block_bytes(grouping); }
   const uint8_t* scales(int64_t index) const { return block(index) + code_bytes(grouping); }
   const uint8_t* offsets(int64_t index) const { return scales(index) + PANEL * scale_size(grouping); }
+  const uint8_t* multiples(int64_t index) const { return scales(index) + scale_bytes(grouping); }
 };
 
 // The number of bytes of a packed weight of n outputs; those of gate and up are padded together.

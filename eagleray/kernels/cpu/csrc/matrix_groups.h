@@ -112,7 +112,7 @@ class MatrixDecoder<8> {
   explicit MatrixDecoder(const CGrouping& grouping)
       : grouping_(grouping),
         values_(grouping),
-        has_integers_(has_integers(grouping)),
+        has_integers_(grouping.are_integers),
         zero_(splat(to_float(*static_cast<const Bf16*>(grouping.values)))) {}
 
   template <bool IS_SPLIT, bool HAS_OFFSETS>

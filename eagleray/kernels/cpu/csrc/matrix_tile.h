@@ -26,6 +26,17 @@ constexpr int64_t STEP_SIZE = MATRIX_ROWS * STEP_PAIRS * 2;  // elements of 16 r
 #define FIRST_HALF 6
 #define SECOND_HALF 7
 
+// In products of integers, see integer_tile.h: the sums of the upper and lower halves of the rows' integers with both
+// halves of the panel, the rows, and the panel.
+#define FIRST_HIGH 0
+#define FIRST_LOW 1
+#define SECOND_HIGH 2
+#define SECOND_LOW 3
+#define ROWS_HIGH 4
+#define ROWS_LOW 5
+#define FIRST_BYTES 6
+#define SECOND_BYTES 7
+
 // In attention: four times 16 totals of each row, the rows, and what they are multiplied with.
 #define TOTALS_0 0
 #define TOTALS_1 1
@@ -91,6 +102,14 @@ class MatrixRegisters {
       sizes.set(PROBABILITIES, rows, 32);
       sizes.set(KEYS, 16, 64);
       sizes.set(VALUES, 8, 64);
+    });
+  }
+
+  // Size them for products of some rows of integers, see integer_tile.h. What they hold is lost.
+  static void size_for_integers(int64_t rows) {
+    resize(int64_t(3) << 32 | rows, [=](MatrixSizes& sizes) {
+      for (int index : {FIRST_HIGH, FIRST_LOW, SECOND_HIGH, SECOND_LOW, ROWS_HIGH, ROWS_LOW}) sizes.set(index, rows, 64);
+      for (int index : {FIRST_BYTES, SECOND_BYTES}) sizes.set(index, 16, 64);
     });
   }
 

@@ -16,6 +16,7 @@
 
 #include "adapters.h"
 #include "grouped_tile.h"
+#include "integer_tile.h"
 #include "matrix_groups.h"
 #include "matrix_tile.h"
 #include "product_tile.h"
@@ -32,7 +33,11 @@ constexpr int BLOCK_PANELS = 4;      // computed for one part of k before the ne
 
 // Memory of this thread for the blocks that it computes. It is kept, and grows to the size of the largest block.
 struct BlockMemory {
+  struct alignas(64) Line {
+    char bytes[64];
+  };
   std::vector<uint32_t> rows;     // interleaved
+  std::vector<Line> integers;     // of rows, see integer_rows.h
   std::vector<float> input_sums;  // [num_rows][groups of k]
 
   template <class Number>
@@ -60,6 +65,10 @@ class Block {
         num_tiles(divide_up(num_rows, TILE_ROWS<T>)),
         num_pairs(divide_up(product.k, PAIR<T>)) {
     for (int64_t row = 0; row < num_rows; row++) x[row] = product.x + source_of(row) * product.x_stride;
+#ifdef HAS_MATRICES
+    if constexpr (std::is_same_v<T, Bf16>)
+      if (has_integers()) convert_rows();
+#endif
     if (is_interleaved()) interleave_tiles();
     if (product.adapters) adapters.emplace(*product.adapters, rows);
   }
@@ -80,6 +89,9 @@ class Block {
   int64_t begin, num_rows, num_tiles, num_pairs;
   const T* x[MAX_ROWS];  // the rows; if interleaved, the entry of a tile's first row points to the whole tile
   std::optional<AdaptedBlock<T>> adapters;
+#ifdef HAS_MATRICES
+  IntegerRows integer_rows[divide_up(MAX_ROWS, INTEGER_ROWS)];  // for a weight of integers
+#endif
 
   struct Place {
     int64_t panel, part;
@@ -90,6 +102,7 @@ class Block {
   int64_t num_parts() const {
     if (num_tiles == 1) return 1;
 #ifdef HAS_MATRICES
+    if (has_integers()) return divide_up(num_blocks(*product.grouping, product.k), DECODED_BLOCKS);
     if (product.grouping) return divide_up(num_pairs, DECODED_STEPS * STEP_PAIRS);
 #endif
     return divide_up(num_pairs, BLOCK_PAIRS);
@@ -115,9 +128,10 @@ class Block {
   }
 
   Span rows_of(int64_t tile) const { return range_of({int(tile), int(num_tiles)}, num_rows, ROW_GRAIN<T>); }
+  bool has_integers() const { return product.grouping && uses_integers(*product.grouping); }
   bool is_interleaved() const {
     if (!BY_MATRIX<T>) return num_tiles > FEW_TILES;
-    if (product.grouping) return num_rows > 1;
+    if (product.grouping) return num_rows > 1 && !has_integers();
     return num_tiles > 1 || (product.x_rows && num_rows > 1);  // rows that are not at equal distances
   }
 
@@ -212,7 +226,34 @@ class Block {
 
 #ifdef HAS_MATRICES
 
+  void convert_rows() {
+    const CGrouping& grouping = *product.grouping;
+    const int64_t bytes = integer_rows_bytes(grouping, product.k), parts = divide_up(num_rows, INTEGER_ROWS);
+    auto memory = BlockMemory::reserve(block_memory().integers, parts * bytes / int64_t(sizeof(BlockMemory::Line)));
+    for (int64_t part = 0; part < parts; part++) {
+      const int64_t first = part * INTEGER_ROWS, count = std::min<int64_t>(INTEGER_ROWS, num_rows - first);
+      integer_rows[part] = integer_rows_in(grouping, count, product.k, memory->bytes + part * bytes);
+      for (int64_t row = 0; row < count; row++)
+        for (int64_t block = 0; block < num_blocks(grouping, product.k); block++)
+          write_integers(x[first + row] + block * grouping.block, block, row, integer_rows[part]);
+    }
+  }
+
+  void multiply_integers(Span panels, const CGrouping& grouping) const {
+    const IntegerLayout layout(grouping);
+    DecodedBlocks decoded;
+    visit_blocks(panels, grouping, [&](int64_t panel, BlockSpan blocks, bool last, Prefetch prefetch, float* sums) {
+      visit_tiles(panel, last, blocks.count * layout.vectors, prefetch, sums, [&](Span rows, float* to, auto ahead) {
+        const IntegerRows* parts = integer_rows + rows.begin / INTEGER_ROWS;
+        const int64_t count = rows.end - rows.begin;
+        if (count <= VECTOR_ROWS) choose_integer_vectors<decltype(ahead)>(layout, count)(layout, *parts, blocks, to, ahead);
+        else multiply_integer_matrices(layout, parts, divide_up(count, INTEGER_ROWS), blocks, decoded, rows.begin > 0, to, ahead);
+      });
+    });
+  }
+
   void multiply_grouped(Span panels, const CGrouping& grouping) const {
+    if (has_integers()) return multiply_integers(panels, grouping);
     const int64_t vectors = code_bytes(grouping) / CODE_VECTOR;
     with_matrix_decoder(grouping, [&](const auto& decoder) {
       DecodedSteps steps;

@@ -166,6 +166,13 @@ inline void advance_by(Prefetch& prefetch, int64_t pairs) {
   prefetch.from = end;
 }
 
+// The same without prefetching: return from where the memory of these pairs is to be prefetched.
+inline const char* pass_by(Prefetch& prefetch, int64_t pairs) {
+  const char* from = prefetch.from;
+  prefetch.from += pairs * prefetch.pace;
+  return from;
+}
+
 // Cache lines that lie in many places.
 class LineList {
  public:
@@ -199,10 +206,17 @@ inline void advance(PrefetchWithLines& prefetch) {
   prefetch.position += prefetch.pace;
 }
 
-inline void advance_by(PrefetchWithLines& prefetch, int64_t pairs) {
-  advance_by(prefetch.memory, pairs);
+inline void advance_lines(PrefetchWithLines& prefetch, int64_t pairs) {
   for (int64_t pair = 0; prefetch.pace > 0 && pair < pairs; pair++, prefetch.position += prefetch.pace)
     __builtin_prefetch(prefetch.lines[prefetch.position >> 16], 0, 2);
+}
+inline void advance_by(PrefetchWithLines& prefetch, int64_t pairs) {
+  advance_by(prefetch.memory, pairs);
+  advance_lines(prefetch, pairs);
+}
+inline const char* pass_by(PrefetchWithLines& prefetch, int64_t pairs) {
+  advance_lines(prefetch, pairs);
+  return pass_by(prefetch.memory, pairs);
 }
 
 // ---- the rows of a tile

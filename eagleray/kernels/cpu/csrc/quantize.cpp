@@ -7,6 +7,7 @@ namespace eagleray {
 namespace {
 
 constexpr int LIMIT_8 = 127;  // codes of 8 bits are a sign and a magnitude
+constexpr int64_t MAX_BLOCK = 128, MAX_GROUPS = 8;  // inputs and groups of a block
 constexpr int LOW_4 = -8, HIGH_4 = 7, ZERO_4 = 8;
 
 // Round to the nearest integer, half to even. |x| is at most 2^21.
@@ -76,22 +77,64 @@ Fit fit(const float* x, int64_t size, float inverse) {
 
 // The largest number becomes nearly -8, with a scale of either sign, because there are more negative codes. Of several
 // scales that are a little larger or smaller, the one with the least squared error is taken.
-uint16_t quantize_4(const float* x, int64_t size, uint8_t* codes) {
+float fit_scale(const float* x, int64_t size) {
   constexpr int STEPS = 4;
   constexpr float STEP = 0.3f;
   const float extreme = largest(x, size);
   Fit best{-1, 0};
-  float inverse = 0;
   for (int step = -STEPS; step <= STEPS && extreme != 0; step++) {
     const float candidate = (float(LOW_4) + STEP * float(step)) / extreme;
     const Fit fitted = fit(x, size, candidate);
-    if (fitted.gain > best.gain) best = fitted, inverse = candidate;
+    if (fitted.gain > best.gain) best = fitted;
   }
+  return best.scale;
+}
+
+// The nearest number of 7 bits, so that its multiple by at most MAX_MULTIPLE is a float16. x is not negative.
+float round_divisor(float x) {
+  constexpr float SMALLEST = 0x1p-24f, LARGEST = 4352;  // of float16, and so that multiples are below its largest
+  if (x < 128 * SMALLEST) return std::nearbyint(x / SMALLEST) * SMALLEST;
+  uint32_t word;
+  x = std::min(x, LARGEST);
+  std::memcpy(&word, &x, 4);
+  word = (word + 0xffff + (word >> 17 & 1)) >> 17 << 17;
+  std::memcpy(&x, &word, 4);
+  return x;
+}
+
+// Write the codes that a scale gives, and return their squared error.
+float encode_4(const float* x, int64_t size, float scale, uint8_t* codes) {
+  const float inverse = scale != 0 ? 1 / scale : 0;
+  Floats error{};
   for (int64_t at = 0; at < size; at += LANES) {
-    Floats code = clamp(round_to_integer(load(x + at) * inverse), LOW_4, HIGH_4);
+    const Floats value = load(x + at), code = clamp(round_to_integer(value * inverse), LOW_4, HIGH_4);
+    const Floats rest = value - code * scale;
+    error += rest * rest;
     store_codes(codes + at, __builtin_convertvector(code, Ints) + ZERO_4);
   }
-  return to_float16(best.scale);
+  return sum(error);
+}
+
+// Quantize a block whose groups have scales that are multiples of one number. The largest is MAX_MULTIPLE times it. Of
+// the multiples near a scale of the least squared error, the one with the least error is taken.
+void quantize_4(const float* x, int64_t size, int64_t groups, uint8_t* codes, uint16_t* scales) {
+  float wanted[MAX_GROUPS], largest = 0;
+  for (int64_t group = 0; group < groups; group++) {
+    wanted[group] = fit_scale(x + group * size, size);
+    largest = std::max(largest, std::fabs(wanted[group]));
+  }
+  const float divisor = round_divisor(largest / MAX_MULTIPLE);
+  for (int64_t group = 0; group < groups; group++, x += size, codes += size) {
+    float best_error = INFINITY, best = 0;
+    const int nearest = divisor > 0 ? int(std::lround(wanted[group] / divisor)) : 0;
+    for (int multiple = nearest - 1; multiple <= nearest + 1; multiple++) {
+      if (std::abs(multiple) > MAX_MULTIPLE) continue;
+      const float error = encode_4(x, size, float(multiple) * divisor, codes);
+      if (error < best_error) best_error = error, best = float(multiple) * divisor;
+    }
+    encode_4(x, size, best, codes);
+    scales[group] = to_float16(best);
+  }
 }
 
 }  // namespace
@@ -99,19 +142,20 @@ uint16_t quantize_4(const float* x, int64_t size, uint8_t* codes) {
 
 using namespace eagleray;
 
-extern "C" void er_quantize(const void* weight, int64_t n, int64_t k, int bits, int64_t size, void* codes, void* scales,
-                            int dtype, int num_threads) {
-  constexpr int64_t MAX_SIZE = 128;
-  const int64_t groups = k / size;
+extern "C" void er_quantize(const void* weight, int64_t n, int64_t k, int bits, int64_t size, int64_t block, void* codes,
+                            void* scales, int dtype, int num_threads) {
+  const int64_t blocks = k / block, groups = block / size;  // of a row, and of a block
   with_type(dtype, [&](auto zero) {
     auto from = static_cast<const decltype(zero)*>(weight);
     run_phase(num_threads, [&](Shard shard) {
-      Span own = range_of(shard, n * groups);
-      alignas(64) float x[MAX_SIZE];
-      for (int64_t group = own.begin; group < own.end; group++) {
-        for (int64_t i = 0; i < size; i += LANES) store(x + i, load(from + group * size + i));
-        uint8_t* to = static_cast<uint8_t*>(codes) + group * size;
-        static_cast<uint16_t*>(scales)[group] = bits == 4 ? quantize_4(x, size, to) : quantize_8(x, size, to);
+      Span own = range_of(shard, n * blocks);
+      alignas(64) float x[MAX_BLOCK];
+      for (int64_t at = own.begin; at < own.end; at++) {
+        for (int64_t i = 0; i < block; i += LANES) store(x + i, load(from + at * block + i));
+        uint8_t* to = static_cast<uint8_t*>(codes) + at * block;
+        uint16_t* of_groups = static_cast<uint16_t*>(scales) + at * groups;
+        if (bits == 4) quantize_4(x, size, groups, to, of_groups);
+        else *of_groups = quantize_8(x, size, to);
       }
     });
   });

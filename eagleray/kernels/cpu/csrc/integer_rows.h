@@ -1,0 +1,82 @@
+// Rows as integers of 16 bits, for products with weights of few bits that are integers themselves, see integer_tile.h.
+//
+// The inputs of a block of the weight share a scale, so an input is within 2^-17 of the block's largest one. The rounding
+// of bfloat16, which the inputs have passed before, is at least as much for the largest ones, which count most.
+#pragma once
+
+#include "grouped.h"
+
+#ifdef HAS_MATRICES
+
+namespace eagleray {
+
+constexpr int INTEGER_ROWS = 16;  // of a part of a tile
+
+// Up to INTEGER_ROWS rows, block by block. An integer is 256 * high + low.
+struct IntegerRows {
+  int64_t count, block, groups;  // rows, and the inputs and groups of INTEGER_GROUP inputs of a block
+  int8_t* halves;                // [blocks][high, low][count][block]
+  float* scales;                 // [blocks][count]
+  int32_t* sums;                 // [blocks][groups + 1][count]: the integers of each group, and of the block
+
+  const int8_t* high(int64_t at, int64_t row = 0) const { return halves + (2 * at * count + row) * block; }
+  const int8_t* low(int64_t at, int64_t row = 0) const { return high(at, count + row); }
+  float scale(int64_t at, int64_t row) const { return scales[at * count + row]; }
+  const int32_t* group_sums(int64_t at, int64_t group) const { return sums + (at * (groups + 1) + group) * count; }
+  const int32_t* block_sums(int64_t at) const { return group_sums(at, groups); }
+  int32_t block_sum(int64_t at, int64_t row) const { return block_sums(at)[row]; }
+};
+
+// The bytes of up to INTEGER_ROWS rows of k inputs. Matrix instructions may read all INTEGER_ROWS rows of each block.
+inline int64_t integer_rows_bytes(const CGrouping& grouping, int64_t k) {
+  const int64_t blocks = num_blocks(grouping, k), groups = grouping.block / INTEGER_GROUP;
+  return round_up(INTEGER_ROWS * (2 * k + 4 * blocks * (groups + 2)), 64);
+}
+
+// Rows in memory of that size.
+inline IntegerRows integer_rows_in(const CGrouping& grouping, int64_t rows, int64_t k, char* memory) {
+  auto scales = reinterpret_cast<float*>(memory + 2 * INTEGER_ROWS * k);
+  auto sums = reinterpret_cast<int32_t*>(scales + INTEGER_ROWS * num_blocks(grouping, k));
+  return {rows, grouping.block, grouping.block / INTEGER_GROUP, reinterpret_cast<int8_t*>(memory), scales, sums};
+}
+
+// The largest magnitude of a block's inputs; NaN if one of them is NaN, whose bits are above those of infinity.
+inline float largest_magnitude(const Bf16* x, int64_t size) {
+  __m512i largest = _mm512_setzero_si512();
+  for (int64_t at = 0; at < size; at += 32)
+    largest = _mm512_max_epu16(largest, _mm512_and_si512(_mm512_loadu_si512(x + at), _mm512_set1_epi16(0x7fff)));
+  const __m512i words = _mm512_max_epu32(_mm512_and_si512(largest, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(largest, 16));
+  return to_float(Bf16{uint16_t(_mm512_reduce_max_epu32(words))});
+}
+
+// Write the integers of a block of one row. A block with an infinity or NaN has no finite scale, so its products have no
+// finite result.
+inline void write_integers(const Bf16* x, int64_t at, int64_t row, const IntegerRows& to) {
+  constexpr float LIMIT = 127 * 256, NEGLIGIBLE = 1e-30f;  // the integers of smaller numbers would overflow
+  const float largest = largest_magnitude(x, to.block);
+  const bool is_negligible = largest < NEGLIGIBLE;
+  const float scale = is_negligible ? 0 : largest / LIMIT;
+  const __m512 inverse = _mm512_set1_ps(is_negligible ? 0 : LIMIT / largest);
+  int8_t *high = const_cast<int8_t*>(to.high(at, row)), *low = const_cast<int8_t*>(to.low(at, row));
+  int32_t total = 0;
+  for (int64_t group = 0; group < to.groups; group++) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t i = group * INTEGER_GROUP; i < (group + 1) * INTEGER_GROUP; i += LANES) {
+      const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)load(x + i), inverse));
+      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(integers, _mm512_set1_epi32(128)), 8);
+      const __m512i lower = _mm512_sub_epi32(integers, _mm512_slli_epi32(upper, 8));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(upper));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(lower));
+      sum = _mm512_add_epi32(sum, integers);
+    }
+    const int32_t of_group = _mm512_reduce_add_epi32(sum);
+    to.sums[(at * (to.groups + 1) + group) * to.count + row] = of_group;
+    total += of_group;
+  }
+  to.scales[at * to.count + row] = scale;
+  to.sums[(at * (to.groups + 1) + to.groups) * to.count + row] = total;
+}
+
+}  // namespace eagleray
+
+#endif

@@ -1,0 +1,377 @@
+// Products with weights of few bits that are integers, on processors that multiply integers of 8 bits by matrix
+// instructions (AMX) and by vector instructions (VNNI).
+//
+// Rows are integers of 16 bits as well (integer_rows.h), so the products of a block are added up without rounding, by
+// whatever instructions and in whatever order. The sum is multiplied by the scales of the weight and of the row, and added
+// to the total, block by block. So a row has the same bits in any company, although few rows are multiplied by vectors,
+// for which codes stay in registers, and more rows by matrix instructions.
+//
+// A weight of 4 bits whose groups have scales that are multiples of one scale of the block (`CGrouping.block`) is the
+// integer code * multiple, of 8 bits, so that a block takes as many matrix instructions as bfloat16 would.
+#pragma once
+
+#include <optional>
+
+#include "integer_rows.h"
+#include "matrix_tile.h"
+
+#ifdef HAS_MATRICES
+
+namespace eagleray {
+
+constexpr int64_t INTEGER_STEP = 64;      // inputs of a matrix instruction
+constexpr int64_t DECODED_BLOCKS = 2;     // that are kept: 8 KB, which stay in the first-level cache
+constexpr int64_t INTEGERS_OF_BLOCK = 128 * PANEL;
+constexpr int VECTOR_ROWS = 4;            // up to so many rows are multiplied by vectors
+constexpr int ZERO_4 = 8;                 // what codes of 4 bits have been increased by
+constexpr int ZERO_8 = 128;               // what turns integers of 8 bits into unsigned ones
+
+// ---- the blocks of a panel
+
+// The places of a block's parts, computed once for a product.
+class IntegerLayout {
+ public:
+  const int64_t bits, block, bytes, vectors;  // bytes of a block, and vectors of codes
+  const bool has_multiples, has_offsets;      // offsets of scales, or codes that stand for integers and a half
+
+  explicit IntegerLayout(const CGrouping& grouping)
+      : bits(grouping.bits),
+        block(grouping.block),
+        bytes(block_bytes(grouping)),
+        vectors(code_bytes(grouping) / CODE_VECTOR),
+        has_multiples(eagleray::has_multiples(grouping)),
+        has_offsets(grouping.has_offsets || fraction_of(grouping) != 0),
+        grouping_(grouping),
+        fraction_(fraction_of(grouping)),
+        scales_(code_bytes(grouping)),
+        offsets_(scales_ + PANEL * scale_size(grouping)),
+        multiples_(scales_ + scale_bytes(grouping)) {}
+
+  __m512 scales(const uint8_t* block, int half) const {
+    return (__m512)load_scales(grouping_, block + scales_, half * LANES);
+  }
+
+  // What the sum of a row is multiplied with. Codes that stand for integers and a half add half a scale.
+  __m512 offsets(const uint8_t* block, int half, __m512 scales) const {
+    const __m512 fractions = _mm512_mul_ps(scales, _mm512_set1_ps(fraction_));
+    if (!grouping_.has_offsets) return fractions;
+    return _mm512_add_ps(fractions, (__m512)load_scales(grouping_, block + offsets_, half * LANES));
+  }
+
+  // The multiples of a group for 16 outputs.
+  __m512i multiples(const uint8_t* block, int64_t group, int half) const {
+    const uint8_t* from = block + multiples_ + group * PANEL + half * LANES;
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+
+  void prefetch_scales(const uint8_t* block) const {
+    for (int64_t at = scales_; at < bytes; at += CACHE_LINE) __builtin_prefetch(block + at);
+  }
+
+ private:
+  static float fraction_of(const CGrouping& grouping) {
+    return grouping.bits == 8 ? to_float(*static_cast<const Bf16*>(grouping.values)) : 0;
+  }
+  const CGrouping& grouping_;
+  const float fraction_;
+  const int64_t scales_, offsets_, multiples_;
+};
+
+// The scales of a block.
+struct BlockScales {
+  __m512 scales[2], offsets[2];
+
+  BlockScales(const IntegerLayout& layout, const uint8_t* block) {
+    for (int half = 0; half < 2; half++) {
+      scales[half] = layout.scales(block, half);
+      if (layout.has_offsets) offsets[half] = layout.offsets(block, half, scales[half]);
+    }
+  }
+
+  // total + the product of a row: `sum` are the products of integers, and `row_sum` is the sum of the row's integers.
+  template <bool HAS_OFFSETS>
+  __m512 add(__m512 total, int half, __m512i sum, float row_scale, int32_t row_sum) const {
+    const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales[half]);
+    total = _mm512_fmadd_ps(scaled, _mm512_set1_ps(row_scale), total);
+    if (!HAS_OFFSETS) return total;
+    return _mm512_fmadd_ps(offsets[half], _mm512_set1_ps(row_scale * float(row_sum)), total);
+  }
+};
+
+inline __m512i join_halves(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
+
+// ---- few rows, by vectors
+
+// Add the products of one vector of codes, of four inputs, with each row.
+template <int ROWS>
+inline void add_four(__m512i codes, const IntegerRows& rows, int64_t at, int64_t input, __m512i (&high)[ROWS],
+                     __m512i (&low)[ROWS]) {
+#pragma GCC unroll 4
+  for (int row = 0; row < ROWS; row++) {
+    high[row] = _mm512_dpbusd_epi32(high[row], codes, _mm512_set1_epi32(read<int32_t>(rows.high(at, row) + input)));
+    low[row] = _mm512_dpbusd_epi32(low[row], codes, _mm512_set1_epi32(read<int32_t>(rows.low(at, row) + input)));
+  }
+}
+
+// Compute the sums of a part of a block: inputs begin, ..., begin + count - 1 with both halves of a panel. row_sums: of
+// the rows' integers; ahead: the distance of what is prefetched.
+template <int BITS, int ROWS>
+inline void sum_part(const uint8_t* codes, const IntegerRows& rows, int64_t at, int64_t begin, int64_t count,
+                     const int32_t* row_sums, int64_t ahead, __m512i (&sums)[2][ROWS]) {
+  constexpr int ZERO = BITS == 4 ? ZERO_4 : ZERO_8;
+  __m512i high[2][ROWS], low[2][ROWS];
+#pragma GCC unroll 4
+  for (int row = 0; row < ROWS; row++)
+    high[0][row] = high[1][row] = _mm512_setzero_si512(),
+    low[0][row] = low[1][row] = _mm512_set1_epi32(-ZERO * row_sums[row]);
+  codes += begin * PANEL * BITS / 8;
+  constexpr int64_t INPUTS = 4 * 8 / BITS;  // of a vector
+#pragma GCC unroll 4
+  for (int64_t input = begin; input < begin + count; input += INPUTS, codes += 2 * CODE_VECTOR)
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      const __m512i packed = _mm512_loadu_si512(codes + half * CODE_VECTOR);
+      __builtin_prefetch(codes + half * CODE_VECTOR + ahead);
+      if (BITS == 8) {
+        add_four(_mm512_xor_si512(packed, _mm512_set1_epi8(int8_t(ZERO_8))), rows, at, input, high[half], low[half]);
+      } else {
+        const __m512i nibble = _mm512_set1_epi8(15);
+        add_four(_mm512_and_si512(packed, nibble), rows, at, input, high[half], low[half]);
+        add_four(_mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble), rows, at, input + 4, high[half], low[half]);
+      }
+    }
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+    for (int row = 0; row < ROWS; row++) sums[half][row] = join_halves(high[half][row], low[half][row]);
+}
+
+// Add the products of rows with blocks of a panel to sums [ROWS, PANEL], or begin them.
+template <int BITS, int ROWS, class Ahead>
+void multiply_integer_vectors(const IntegerLayout& layout, const IntegerRows& rows, const BlockSpan& blocks, float* sums,
+                              Ahead prefetch) {
+  __m512 totals[ROWS][2];
+#pragma GCC unroll 4
+  for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++)
+      totals[row][half] = blocks.begin > 0 ? (__m512)load(sums + row * PANEL + half * LANES) : _mm512_setzero_ps();
+
+  const uint8_t* block = blocks.from;
+  for (int64_t at = blocks.begin; at < blocks.begin + blocks.count; at++, block += layout.bytes) {
+    const int64_t ahead = pass_by(prefetch, layout.vectors) - reinterpret_cast<const char*>(block);
+    layout.prefetch_scales(block + ahead);
+    __m512i products[2][ROWS];
+    if (BITS == 4 && layout.has_multiples) {
+#pragma GCC unroll 4
+      for (int row = 0; row < ROWS; row++) products[0][row] = products[1][row] = _mm512_setzero_si512();
+      for (int64_t group = 0; group < rows.groups; group++) {
+        __m512i of_group[2][ROWS];
+        sum_part<BITS, ROWS>(block, rows, at, group * INTEGER_GROUP, INTEGER_GROUP, rows.group_sums(at, group), ahead,
+                             of_group);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+          const __m512i multiples = layout.multiples(block, group, half);
+#pragma GCC unroll 4
+          for (int row = 0; row < ROWS; row++)
+            products[half][row] =
+                _mm512_add_epi32(products[half][row], _mm512_mullo_epi32(of_group[half][row], multiples));
+        }
+      }
+    } else {
+      sum_part<BITS, ROWS>(block, rows, at, 0, rows.block, rows.block_sums(at), ahead, products);
+    }
+    const BlockScales scales(layout, block);
+#pragma GCC unroll 4
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++) {
+        auto add = layout.has_offsets ? &BlockScales::add<true> : &BlockScales::add<false>;
+        totals[row][half] =
+            (scales.*add)(totals[row][half], half, products[half][row], rows.scale(at, row), rows.block_sums(at)[row]);
+      }
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) store(sums + row * PANEL + half * LANES, (Floats)totals[row][half]);
+}
+
+template <class Ahead>
+using IntegerVectors = void (*)(const IntegerLayout&, const IntegerRows&, const BlockSpan&, float*, Ahead);
+
+// The function for 1 to VECTOR_ROWS rows.
+template <class Ahead>
+inline IntegerVectors<Ahead> choose_integer_vectors(const IntegerLayout& layout, int64_t rows) {
+  static constexpr IntegerVectors<Ahead> of_4_bits[VECTOR_ROWS] = {
+      multiply_integer_vectors<4, 1, Ahead>, multiply_integer_vectors<4, 2, Ahead>,
+      multiply_integer_vectors<4, 3, Ahead>, multiply_integer_vectors<4, 4, Ahead>};
+  static constexpr IntegerVectors<Ahead> of_8_bits[VECTOR_ROWS] = {
+      multiply_integer_vectors<8, 1, Ahead>, multiply_integer_vectors<8, 2, Ahead>,
+      multiply_integer_vectors<8, 3, Ahead>, multiply_integer_vectors<8, 4, Ahead>};
+  return (layout.bits == 4 ? of_4_bits : of_8_bits)[rows - 1];
+}
+
+// ---- many rows, by matrix instructions
+
+// Integers of blocks, [block / 4][PANEL][4].
+struct DecodedBlocks {
+  alignas(64) uint8_t bytes[DECODED_BLOCKS * INTEGERS_OF_BLOCK];
+
+  uint8_t* block(int64_t index) { return bytes + index % DECODED_BLOCKS * INTEGERS_OF_BLOCK; }
+};
+
+// Decode codes of 4 bits: (code - ZERO_4) * multiple for each. The products are those of words of 16 bits, whose lower
+// bytes count.
+inline void decode_integers(const IntegerLayout& layout, const uint8_t* block, uint8_t* to) {
+  constexpr int64_t GROUP_VECTORS = INTEGER_GROUP / 8;
+  const __m512i even = _mm512_set1_epi16(0x000f), odd = _mm512_set1_epi16(0x0f00), lower = _mm512_set1_epi16(0x00ff);
+  const uint8_t* from = block;
+  for (int64_t group = 0; group < layout.block / INTEGER_GROUP; group++) {
+    for (int half = 0; half < 2; half++) {
+      const __m512i multiple = layout.has_multiples ? layout.multiples(block, group, half) : _mm512_set1_epi32(1);
+      const __m512i factor = _mm512_or_si512(_mm512_slli_epi32(multiple, 16), _mm512_and_si512(multiple, _mm512_set1_epi32(0xffff)));
+      const __m512i bytes = _mm512_or_si512(_mm512_slli_epi16(factor, 8), _mm512_and_si512(factor, lower));
+      // ZERO_4 * multiple in each byte
+      const __m512i zero = _mm512_and_si512(_mm512_slli_epi16(bytes, 3), _mm512_set1_epi8(int8_t(0xf8)));
+      auto decode = [&](__m512i codes) {
+        const __m512i evens = _mm512_mullo_epi16(_mm512_and_si512(codes, even), factor);
+        const __m512i odds = _mm512_mullo_epi16(_mm512_and_si512(codes, odd), factor);
+        return _mm512_sub_epi8(_mm512_ternarylogic_epi32(lower, evens, odds, 0xca), zero);  // lower ? evens : odds
+      };
+#pragma GCC unroll 4
+      for (int64_t vector = 0; vector < GROUP_VECTORS; vector++) {
+        const __m512i codes = _mm512_loadu_si512(from + (2 * vector + half) * CODE_VECTOR);
+        uint8_t* at = to + (4 * vector + half) * CODE_VECTOR;
+        _mm512_store_si512(at, decode(codes));
+        _mm512_store_si512(at + 2 * CODE_VECTOR, decode(_mm512_srli_epi16(codes, 4)));
+      }
+    }
+    from += 2 * GROUP_VECTORS * CODE_VECTOR, to += INTEGER_GROUP * PANEL;
+  }
+}
+
+// The products of up to INTEGER_ROWS rows with a block, with both halves of a panel.
+struct BlockProducts {
+  alignas(64) int32_t first_high[INTEGER_ROWS * LANES], first_low[INTEGER_ROWS * LANES];
+  alignas(64) int32_t second_high[INTEGER_ROWS * LANES], second_low[INTEGER_ROWS * LANES];
+
+  void store() {
+    _tile_stored(FIRST_HIGH, first_high, 64);
+    _tile_stored(FIRST_LOW, first_low, 64);
+    _tile_stored(SECOND_HIGH, second_high, 64);
+    _tile_stored(SECOND_LOW, second_low, 64);
+  }
+
+  template <int HALF>
+  __m512i joined(int64_t row) const {
+    return join_halves(_mm512_load_si512((HALF ? second_high : first_high) + row * LANES),
+                       _mm512_load_si512((HALF ? second_low : first_low) + row * LANES));
+  }
+};
+
+// The products of a part of a tile with a block, which are still to be scaled and added to sums [rows, PANEL].
+class PendingProducts {
+ public:
+  PendingProducts(const BlockProducts& products, const IntegerLayout& layout, const IntegerRows& rows, int64_t at,
+                  const uint8_t* block, float* sums)
+      : products_(products),
+        scales_(layout, block),
+        count_(rows.count),
+        row_scales_(rows.scales + at * rows.count),
+        row_sums_(rows.block_sums(at)),
+        has_offsets_(layout.has_offsets),
+        begins_(at == 0),
+        sums_(sums) {}
+
+  // Add the next rows of `turns` that divide them.
+  void add_some(int64_t turns) {
+    const int64_t end = std::min(count_, next_ + divide_up(INTEGER_ROWS, turns));
+    if (has_offsets_) add_until<true>(end);
+    else add_until<false>(end);
+  }
+
+ private:
+  template <bool HAS_OFFSETS>
+  void add_until(int64_t end) {
+    for (; next_ < end; next_++) {
+      float* to = sums_ + next_ * PANEL;
+      const __m512 first = begins_ ? _mm512_setzero_ps() : (__m512)load(to);
+      const __m512 second = begins_ ? _mm512_setzero_ps() : (__m512)load(to + LANES);
+      const float scale = row_scales_[next_];
+      const int32_t sum = row_sums_[next_];
+      store(to, (Floats)scales_.add<HAS_OFFSETS>(first, 0, products_.joined<0>(next_), scale, sum));
+      store(to + LANES, (Floats)scales_.add<HAS_OFFSETS>(second, 1, products_.joined<1>(next_), scale, sum));
+    }
+  }
+
+  const BlockProducts& products_;
+  const BlockScales scales_;
+  const int64_t count_;
+  const float* row_scales_;
+  const int32_t* row_sums_;
+  const bool has_offsets_, begins_;
+  float* sums_;
+  int64_t next_ = 0;
+};
+
+// Multiply rows with the integers of a block. The results are in the registers. vectors: of codes, that advance the
+// prefetching with each step; add_some(): other work in between, in `turns` parts.
+template <class Ahead, class AddSome>
+inline void multiply_block(const IntegerRows& rows, int64_t at, const uint8_t* integers, Ahead& prefetch, int64_t vectors,
+                           AddSome&& add_some) {
+  _tile_zero(FIRST_HIGH);
+  _tile_zero(FIRST_LOW);
+  _tile_zero(SECOND_HIGH);
+  _tile_zero(SECOND_LOW);
+  for (int64_t input = 0; input < rows.block; input += INTEGER_STEP, integers += INTEGER_STEP * PANEL) {
+    advance_by(prefetch, vectors);
+    _tile_loadd(FIRST_BYTES, integers, 4 * PANEL);
+    _tile_loadd(ROWS_HIGH, rows.high(at) + input, rows.block);
+    _tile_dpbssd(FIRST_HIGH, ROWS_HIGH, FIRST_BYTES);
+    add_some();
+    _tile_loadd(ROWS_LOW, rows.low(at) + input, rows.block);
+    _tile_dpbssd(FIRST_LOW, ROWS_LOW, FIRST_BYTES);
+    add_some();
+    _tile_loadd(SECOND_BYTES, integers + 4 * LANES, 4 * PANEL);
+    _tile_dpbssd(SECOND_HIGH, ROWS_HIGH, SECOND_BYTES);
+    add_some();
+    _tile_dpbssd(SECOND_LOW, ROWS_LOW, SECOND_BYTES);
+    add_some();
+  }
+}
+
+// Add the products of the parts of a tile, INTEGER_ROWS rows each but the last, with blocks of a panel to sums
+// [rows, PANEL], or begin them. While a block is multiplied, the products of the one before are scaled. decoded: for
+// codes of 4 bits; is_decoded: it holds the blocks already.
+template <class Ahead>
+void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* parts, int64_t num_parts,
+                               const BlockSpan& blocks, DecodedBlocks& decoded, bool is_decoded, float* sums,
+                               Ahead prefetch) {
+  const bool is_coded = layout.bits == 4;
+  const int64_t steps = layout.block / INTEGER_STEP, turns = 4 * steps;
+  BlockProducts products[2];
+  int buffer = 0;
+  std::optional<PendingProducts> pending;
+  auto add_some = [&] { pending->add_some(turns); };
+  MatrixRegisters::size_for_integers(num_parts > 1 ? INTEGER_ROWS : parts[0].count);  // beyond a part they do not count
+
+  const uint8_t* block = blocks.from;
+  for (int64_t index = 0; index < blocks.count; index++, block += layout.bytes) {
+    const uint8_t* integers = is_coded ? decoded.block(index) : block;
+    if (is_coded && !is_decoded) decode_integers(layout, block, decoded.block(index));
+    for (int64_t part = 0; part < num_parts; part++, buffer ^= 1) {
+      const int64_t vectors = part == 0 ? layout.vectors / steps : 0;
+      if (pending) multiply_block(parts[part], blocks.begin + index, integers, prefetch, vectors, add_some);
+      else multiply_block(parts[part], blocks.begin + index, integers, prefetch, vectors, [] {});
+      products[buffer].store();
+      pending.emplace(products[buffer], layout, parts[part], blocks.begin + index, block,
+                      sums + part * INTEGER_ROWS * PANEL);
+    }
+  }
+  for (int64_t turn = 0; turn < turns; turn++) add_some();
+}
+
+}  // namespace eagleray
+
+#endif
