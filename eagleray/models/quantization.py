@@ -46,4 +46,7 @@ def quantizers(spec: ModelSpec, kernels: KernelBackend, wanted: WeightFormat | N
     """Return the functions that quantize a model to `wanted`; None: its weights are kept."""
     if wanted is None:
         return {}
-    return {role: kernels.quantizer(kind) for role, kind in formats_by_role(spec, wanted).items()}
+    return {
+        role: kernels.quantizer(kind, is_head=role is WeightRole.HEAD)
+        for role, kind in formats_by_role(spec, wanted).items()
+    }

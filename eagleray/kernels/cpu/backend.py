@@ -101,8 +101,10 @@ class CpuBackend(RecordingBackend):
         pack(self.library, weight, packed, inner=inner)
         return self._linear(packed, bias, n=n, k=k, is_gated=is_gated, clamp=clamp, grouping=grouping)
 
-    def quantizer(self, kind: WeightFormat) -> Callable[[Tensor], Weight]:
-        return quantize_fp8 if kind is WeightFormat.FP8 else partial(quantize, self.library, kind=kind)
+    def quantizer(self, kind: WeightFormat, *, is_head: bool = False) -> Callable[[Tensor], Weight]:
+        if kind is WeightFormat.FP8:
+            return quantize_fp8
+        return partial(quantize, self.library, kind=kind, is_head=is_head)
 
     def pack_exact_linear(self, weight: Tensor) -> NativeLinear:
         return self.pack_linear(weight, None)  # it rounds nothing

@@ -25,10 +25,12 @@ SCALE_KINDS = {
 
 INT4_COLUMNS = 32
 """Columns of a group in a weight that is quantized to 4 bits when it is loaded."""
-BLOCK_SIZES = (128, 64, 32)
+BLOCK_SIZES = {WeightFormat.INT4: (256, 128, 64, 32), WeightFormat.INT8: (128, 64, 32)}
 """Columns of a group in a weight that is quantized to 8 bits when it is loaded, or of the groups of 4 bits whose scales
 are multiples of one number. The largest that divides a weight is taken."""
-ENCODINGS = {WeightFormat.INT4: Encoding.INT4, WeightFormat.INT8: Encoding.INT8}
+HEAD_COLUMNS = 64
+"""Most columns of a group of 8 bits in the head, whose errors show in every logit."""
+ENCODINGS = {WeightFormat.INT4: Encoding.INT4, WeightFormat.INT8: Encoding.HALF_INT8}
 """The formats that weights can be quantized to in groups."""
 INTEGERS = frozenset({Encoding.INT4, Encoding.INT8, Encoding.HALF_INT8})
 """Encodings whose values are consecutive integers, or all half above integers."""
@@ -97,22 +99,26 @@ def packed_size(library: ctypes.CDLL, grouping: Grouping, n: int, k: int) -> int
     return size
 
 
-def quantize(library: ctypes.CDLL, weight: Tensor, kind: WeightFormat) -> GroupedWeight | Tensor:
-    """Return a weight [rows, columns] in groups, or the weight itself if none of `BLOCK_SIZES` divides it."""
+def quantize(
+    library: ctypes.CDLL, weight: Tensor, kind: WeightFormat, *, is_head: bool = False
+) -> GroupedWeight | Tensor:
+    """Return a weight [rows, columns] in groups, or the weight itself if no block size divides it."""
     rows, columns = weight.shape
-    block = next((size for size in BLOCK_SIZES if columns % size == 0), None)
+    most = HEAD_COLUMNS if is_head else columns
+    block = next((size for size in BLOCK_SIZES[kind] if size <= most and columns % size == 0), None)
     if block is None:
         return weight
     encoding, plain = ENCODINGS[kind], weight.contiguous()
     size = INT4_COLUMNS if kind is WeightFormat.INT4 else block
     codes = torch.empty(plain.shape, dtype=torch.uint8)
     scales = torch.empty((rows, columns // size), dtype=torch.float16)
+    offsets = torch.empty_like(scales) if encoding is Encoding.HALF_INT8 else None
     is_bfloat16 = int(plain.dtype == torch.bfloat16)
     library.er_quantize(
         *(plain.data_ptr(), rows, columns, encoding.bits, size, block),
-        *(codes.data_ptr(), scales.data_ptr(), is_bfloat16, 1),
+        *(codes.data_ptr(), scales.data_ptr(), None if offsets is None else offsets.data_ptr(), is_bfloat16, 1),
     )
-    return GroupedWeight(codes, scales, encoding, columns_per_divisor=block if block > size else None)
+    return GroupedWeight(codes, scales, encoding, offsets, columns_per_divisor=block if block > size else None)
 
 
 def in_groups(weight: QuantizedWeight) -> GroupedWeight | None:

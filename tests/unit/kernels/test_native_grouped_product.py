@@ -95,13 +95,13 @@ def test_multiply_equals_float64_and_itself_in_any_batch(library, encoding, size
     check_products(library, random_weight(encoding, size, scale_dtype, has_offsets=has_offsets))
 
 
-@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("columns", [64, 128, 256])
 def test_multiply_scales_with_divisors_equals_float64_and_itself_in_any_batch(library, columns):
-    check_products(library, weight_with_divisors(columns=columns))
+    check_products(library, weight_with_divisors(k=768, columns=columns))
 
 
 def check_products(library: ctypes.CDLL, weight: GroupedWeight) -> None:
-    packed, x = Packed(library, weight), random_rows(max(NUM_ROWS))
+    packed, x = Packed(library, weight), random_rows(max(NUM_ROWS), weight.shape[1])
     numbers = used_numbers(library, weight)
     whole = packed.multiply(x, 2)
     bound = TOLERANCE * (x.double().abs() @ numbers.abs().t() + sum_of_parts(weight, x))

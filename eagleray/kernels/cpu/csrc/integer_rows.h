@@ -17,11 +17,13 @@ struct IntegerRows {
   int64_t count, block, groups;  // rows, and the inputs and groups of INTEGER_GROUP inputs of a block
   int8_t* halves;                // [blocks][high, low][count][block]
   float* scales;                 // [blocks][count]
+  float* totals;                 // [blocks][count]: the sum of the inputs, as they were rounded
   int32_t* sums;                 // [blocks][groups + 1][count]: the integers of each group, and of the block
 
   const int8_t* high(int64_t at, int64_t row = 0) const { return halves + (2 * at * count + row) * block; }
   const int8_t* low(int64_t at, int64_t row = 0) const { return high(at, count + row); }
   float scale(int64_t at, int64_t row) const { return scales[at * count + row]; }
+  float total(int64_t at, int64_t row) const { return totals[at * count + row]; }
   const int32_t* group_sums(int64_t at, int64_t group) const { return sums + (at * (groups + 1) + group) * count; }
   const int32_t* block_sums(int64_t at) const { return group_sums(at, groups); }
   int32_t block_sum(int64_t at, int64_t row) const { return block_sums(at)[row]; }
@@ -30,14 +32,15 @@ struct IntegerRows {
 // The bytes of up to INTEGER_ROWS rows of k inputs. Matrix instructions may read all INTEGER_ROWS rows of each block.
 inline int64_t integer_rows_bytes(const CGrouping& grouping, int64_t k) {
   const int64_t blocks = num_blocks(grouping, k), groups = grouping.block / INTEGER_GROUP;
-  return round_up(INTEGER_ROWS * (2 * k + 4 * blocks * (groups + 2)), 64);
+  return round_up(INTEGER_ROWS * (2 * k + 4 * blocks * (groups + 3)), 64);
 }
 
 // Rows in memory of that size.
 inline IntegerRows integer_rows_in(const CGrouping& grouping, int64_t rows, int64_t k, char* memory) {
   auto scales = reinterpret_cast<float*>(memory + 2 * INTEGER_ROWS * k);
-  auto sums = reinterpret_cast<int32_t*>(scales + INTEGER_ROWS * num_blocks(grouping, k));
-  return {rows, grouping.block, grouping.block / INTEGER_GROUP, reinterpret_cast<int8_t*>(memory), scales, sums};
+  const int64_t count = INTEGER_ROWS * num_blocks(grouping, k);
+  auto sums = reinterpret_cast<int32_t*>(scales + 2 * count);
+  return {rows, grouping.block, grouping.block / INTEGER_GROUP, reinterpret_cast<int8_t*>(memory), scales, scales + count, sums};
 }
 
 // The largest magnitude of a block's inputs; NaN if one of them is NaN, whose bits are above those of infinity.
@@ -74,6 +77,7 @@ inline void write_integers(const Bf16* x, int64_t at, int64_t row, const Integer
     total += of_group;
   }
   to.scales[at * to.count + row] = scale;
+  to.totals[at * to.count + row] = scale * float(total);
   to.sums[(at * (to.groups + 1) + to.groups) * to.count + row] = total;
 }
 

@@ -20,8 +20,8 @@
 namespace eagleray {
 
 constexpr int64_t INTEGER_STEP = 64;      // inputs of a matrix instruction
-constexpr int64_t DECODED_BLOCKS = 2;     // that are kept: 8 KB, which stay in the first-level cache
-constexpr int64_t INTEGERS_OF_BLOCK = 128 * PANEL;
+constexpr int64_t MAX_INTEGER_BLOCK = 256;
+constexpr int64_t DECODED_INPUTS = 512;   // that are kept: 16 KB, which stay in the first-level cache
 constexpr int VECTOR_ROWS = 4;            // up to so many rows are multiplied by vectors
 constexpr int ZERO_4 = 8;                 // what codes of 4 bits have been increased by
 constexpr int ZERO_8 = 128;               // what turns integers of 8 bits into unsigned ones
@@ -51,7 +51,7 @@ class IntegerLayout {
     return (__m512)load_scales(grouping_, block + scales_, half * LANES);
   }
 
-  // What the sum of a row is multiplied with. Codes that stand for integers and a half add half a scale.
+  // What the sum of a row's inputs is multiplied with. Codes that stand for integers and a half add half a scale.
   __m512 offsets(const uint8_t* block, int half, __m512 scales) const {
     const __m512 fractions = _mm512_mul_ps(scales, _mm512_set1_ps(fraction_));
     if (!grouping_.has_offsets) return fractions;
@@ -88,13 +88,13 @@ struct BlockScales {
     }
   }
 
-  // total + the product of a row: `sum` are the products of integers, and `row_sum` is the sum of the row's integers.
+  // total + the product of a row: `sum` are the products of integers, and `row_total` is the sum of the row's inputs.
   template <bool HAS_OFFSETS>
-  __m512 add(__m512 total, int half, __m512i sum, float row_scale, int32_t row_sum) const {
+  __m512 add(__m512 total, int half, __m512i sum, float row_scale, float row_total) const {
     const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales[half]);
     total = _mm512_fmadd_ps(scaled, _mm512_set1_ps(row_scale), total);
     if (!HAS_OFFSETS) return total;
-    return _mm512_fmadd_ps(offsets[half], _mm512_set1_ps(row_scale * float(row_sum)), total);
+    return _mm512_fmadd_ps(offsets[half], _mm512_set1_ps(row_total), total);
   }
 };
 
@@ -188,7 +188,7 @@ void multiply_integer_vectors(const IntegerLayout& layout, const IntegerRows& ro
       for (int half = 0; half < 2; half++) {
         auto add = layout.has_offsets ? &BlockScales::add<true> : &BlockScales::add<false>;
         totals[row][half] =
-            (scales.*add)(totals[row][half], half, products[half][row], rows.scale(at, row), rows.block_sums(at)[row]);
+            (scales.*add)(totals[row][half], half, products[half][row], rows.scale(at, row), rows.total(at, row));
       }
   }
 #pragma GCC unroll 4
@@ -216,9 +216,9 @@ inline IntegerVectors<Ahead> choose_integer_vectors(const IntegerLayout& layout,
 
 // Integers of blocks, [block / 4][PANEL][4].
 struct DecodedBlocks {
-  alignas(64) uint8_t bytes[DECODED_BLOCKS * INTEGERS_OF_BLOCK];
+  alignas(64) uint8_t bytes[DECODED_INPUTS * PANEL];
 
-  uint8_t* block(int64_t index) { return bytes + index % DECODED_BLOCKS * INTEGERS_OF_BLOCK; }
+  uint8_t* block(int64_t index, int64_t size) { return bytes + index * size % DECODED_INPUTS * PANEL; }
 };
 
 // Decode codes of 4 bits: (code - ZERO_4) * multiple for each. The products are those of words of 16 bits, whose lower
@@ -270,106 +270,101 @@ struct BlockProducts {
   }
 };
 
-// The products of a part of a tile with a block, which are still to be scaled and added to sums [rows, PANEL].
-class PendingProducts {
- public:
-  PendingProducts(const BlockProducts& products, const IntegerLayout& layout, const IntegerRows& rows, int64_t at,
-                  const uint8_t* block, float* sums)
-      : products_(products),
-        scales_(layout, block),
-        count_(rows.count),
-        row_scales_(rows.scales + at * rows.count),
-        row_sums_(rows.block_sums(at)),
-        has_offsets_(layout.has_offsets),
-        begins_(at == 0),
-        sums_(sums) {}
-
-  // Add the next rows of `turns` that divide them.
-  void add_some(int64_t turns) {
-    const int64_t end = std::min(count_, next_ + divide_up(INTEGER_ROWS, turns));
-    if (has_offsets_) add_until<true>(end);
-    else add_until<false>(end);
-  }
-
- private:
-  template <bool HAS_OFFSETS>
-  void add_until(int64_t end) {
-    for (; next_ < end; next_++) {
-      float* to = sums_ + next_ * PANEL;
-      const __m512 first = begins_ ? _mm512_setzero_ps() : (__m512)load(to);
-      const __m512 second = begins_ ? _mm512_setzero_ps() : (__m512)load(to + LANES);
-      const float scale = row_scales_[next_];
-      const int32_t sum = row_sums_[next_];
-      store(to, (Floats)scales_.add<HAS_OFFSETS>(first, 0, products_.joined<0>(next_), scale, sum));
-      store(to + LANES, (Floats)scales_.add<HAS_OFFSETS>(second, 1, products_.joined<1>(next_), scale, sum));
-    }
-  }
-
-  const BlockProducts& products_;
-  const BlockScales scales_;
-  const int64_t count_;
-  const float* row_scales_;
-  const int32_t* row_sums_;
-  const bool has_offsets_, begins_;
-  float* sums_;
-  int64_t next_ = 0;
+// The products of a part of a tile with a block, which are still to be scaled and added to sums [count, PANEL].
+struct PendingProducts {
+  const BlockProducts* products;
+  const float* row_scales;
+  const float* row_totals;
+  int64_t count;
+  float* sums;
+  BlockScales scales;
 };
 
-// Multiply rows with the integers of a block. The results are in the registers. vectors: of codes, that advance the
-// prefetching with each step; add_some(): other work in between, in `turns` parts.
-template <class Ahead, class AddSome>
-inline void multiply_block(const IntegerRows& rows, int64_t at, const uint8_t* integers, Ahead& prefetch, int64_t vectors,
-                           AddSome&& add_some) {
+template <bool HAS_OFFSETS>
+inline void add_row(const PendingProducts& pending, int64_t row) {
+  float* to = pending.sums + row * PANEL;
+  const float scale = pending.row_scales[row], sum = HAS_OFFSETS ? pending.row_totals[row] : 0;
+  const __m512i first = pending.products->joined<0>(row), second = pending.products->joined<1>(row);
+  const __m512 first_total = pending.scales.add<HAS_OFFSETS>((__m512)load(to), 0, first, scale, sum);
+  const __m512 second_total = pending.scales.add<HAS_OFFSETS>((__m512)load(to + LANES), 1, second, scale, sum);
+  store(to, (Floats)first_total), store(to + LANES, (Floats)second_total);
+}
+
+template <bool HAS_OFFSETS>
+inline void add_rows(const PendingProducts& pending) {
+#pragma GCC unroll 4
+  for (int64_t row = 0; row < pending.count; row++) add_row<HAS_OFFSETS>(pending, row);
+}
+
+// Multiply rows with the integers of a block of STEPS steps. The results are in the registers. vectors: of codes, that
+// advance the prefetching with each step.
+template <int STEPS, class Ahead>
+inline void multiply_block(const IntegerRows& rows, int64_t at, const uint8_t* integers, Ahead& prefetch, int64_t vectors) {
+  constexpr int64_t STRIDE = STEPS * INTEGER_STEP;
+  const int8_t *high = rows.high(at), *low = rows.low(at);
   _tile_zero(FIRST_HIGH);
   _tile_zero(FIRST_LOW);
   _tile_zero(SECOND_HIGH);
   _tile_zero(SECOND_LOW);
-  for (int64_t input = 0; input < rows.block; input += INTEGER_STEP, integers += INTEGER_STEP * PANEL) {
+#pragma GCC unroll 4
+  for (int step = 0; step < STEPS; step++, integers += INTEGER_STEP * PANEL, high += INTEGER_STEP, low += INTEGER_STEP) {
     advance_by(prefetch, vectors);
     _tile_loadd(FIRST_BYTES, integers, 4 * PANEL);
-    _tile_loadd(ROWS_HIGH, rows.high(at) + input, rows.block);
-    _tile_dpbssd(FIRST_HIGH, ROWS_HIGH, FIRST_BYTES);
-    add_some();
-    _tile_loadd(ROWS_LOW, rows.low(at) + input, rows.block);
-    _tile_dpbssd(FIRST_LOW, ROWS_LOW, FIRST_BYTES);
-    add_some();
+    _tile_loadd(ROWS_HIGH, high, STRIDE);
+    _tile_loadd(ROWS_LOW, low, STRIDE);
     _tile_loadd(SECOND_BYTES, integers + 4 * LANES, 4 * PANEL);
+    _tile_dpbssd(FIRST_HIGH, ROWS_HIGH, FIRST_BYTES);
+    _tile_dpbssd(FIRST_LOW, ROWS_LOW, FIRST_BYTES);
     _tile_dpbssd(SECOND_HIGH, ROWS_HIGH, SECOND_BYTES);
-    add_some();
     _tile_dpbssd(SECOND_LOW, ROWS_LOW, SECOND_BYTES);
-    add_some();
   }
 }
 
-// Add the products of the parts of a tile, INTEGER_ROWS rows each but the last, with blocks of a panel to sums
-// [rows, PANEL], or begin them. While a block is multiplied, the products of the one before are scaled. decoded: for
-// codes of 4 bits; is_decoded: it holds the blocks already.
-template <class Ahead>
+// Add the products of the parts of a tile, INTEGER_ROWS rows each but the last, with blocks of STEPS steps to sums
+// [rows, PANEL], or begin them. The products of a block are scaled after the next block has been multiplied, so that they
+// do not wait for each other. decoded: for codes of 4 bits; is_decoded: it holds the blocks already.
+template <int STEPS, bool HAS_OFFSETS, class Ahead>
 void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* parts, int64_t num_parts,
                                const BlockSpan& blocks, DecodedBlocks& decoded, bool is_decoded, float* sums,
                                Ahead prefetch) {
   const bool is_coded = layout.bits == 4;
-  const int64_t steps = layout.block / INTEGER_STEP, turns = 4 * steps;
   BlockProducts products[2];
   int buffer = 0;
   std::optional<PendingProducts> pending;
-  auto add_some = [&] { pending->add_some(turns); };
   MatrixRegisters::size_for_integers(num_parts > 1 ? INTEGER_ROWS : parts[0].count);  // beyond a part they do not count
+  if (blocks.begin == 0)
+    for (int64_t part = 0; part < num_parts; part++)
+      std::fill_n(sums + part * INTEGER_ROWS * PANEL, parts[part].count * PANEL, 0.0f);
 
   const uint8_t* block = blocks.from;
-  for (int64_t index = 0; index < blocks.count; index++, block += layout.bytes) {
-    const uint8_t* integers = is_coded ? decoded.block(index) : block;
-    if (is_coded && !is_decoded) decode_integers(layout, block, decoded.block(index));
+  for (int64_t at = blocks.begin; at < blocks.begin + blocks.count; at++, block += layout.bytes) {
+    uint8_t* decoded_block = decoded.block(at - blocks.begin, layout.block);
+    const uint8_t* integers = is_coded ? decoded_block : block;
+    if (is_coded && !is_decoded) decode_integers(layout, block, decoded_block);
+    const BlockScales scales(layout, block);
     for (int64_t part = 0; part < num_parts; part++, buffer ^= 1) {
-      const int64_t vectors = part == 0 ? layout.vectors / steps : 0;
-      if (pending) multiply_block(parts[part], blocks.begin + index, integers, prefetch, vectors, add_some);
-      else multiply_block(parts[part], blocks.begin + index, integers, prefetch, vectors, [] {});
+      const IntegerRows& rows = parts[part];
+      multiply_block<STEPS>(rows, at, integers, prefetch, part == 0 ? layout.vectors / STEPS : 0);
+      if (pending) add_rows<HAS_OFFSETS>(*pending);
       products[buffer].store();
-      pending.emplace(products[buffer], layout, parts[part], blocks.begin + index, block,
-                      sums + part * INTEGER_ROWS * PANEL);
+      pending.emplace(PendingProducts{&products[buffer], rows.scales + at * rows.count, rows.totals + at * rows.count, rows.count,
+                                      sums + part * INTEGER_ROWS * PANEL, scales});
     }
   }
-  for (int64_t turn = 0; turn < turns; turn++) add_some();
+  add_rows<HAS_OFFSETS>(*pending);
+}
+
+template <class Ahead>
+using IntegerMatrices = void (*)(const IntegerLayout&, const IntegerRows*, int64_t, const BlockSpan&, DecodedBlocks&, bool,
+                                 float*, Ahead);
+
+// The function for more rows.
+template <class Ahead>
+inline IntegerMatrices<Ahead> choose_integer_matrices(const IntegerLayout& layout) {
+  if (layout.block == MAX_INTEGER_BLOCK) return multiply_integer_matrices<4, false, Ahead>;  // has multiples
+  if (layout.block == INTEGER_STEP)
+    return layout.has_offsets ? multiply_integer_matrices<1, true, Ahead> : multiply_integer_matrices<1, false, Ahead>;
+  return layout.has_offsets ? multiply_integer_matrices<2, true, Ahead> : multiply_integer_matrices<2, false, Ahead>;
 }
 
 }  // namespace eagleray

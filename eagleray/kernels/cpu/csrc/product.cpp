@@ -102,7 +102,7 @@ class Block {
   int64_t num_parts() const {
     if (num_tiles == 1) return 1;
 #ifdef HAS_MATRICES
-    if (has_integers()) return divide_up(num_blocks(*product.grouping, product.k), DECODED_BLOCKS);
+    if (has_integers()) return divide_up(num_blocks(*product.grouping, product.k), DECODED_INPUTS / product.grouping->block);
     if (product.grouping) return divide_up(num_pairs, DECODED_STEPS * STEP_PAIRS);
 #endif
     return divide_up(num_pairs, BLOCK_PAIRS);
@@ -246,8 +246,10 @@ class Block {
       visit_tiles(panel, last, blocks.count * layout.vectors, prefetch, sums, [&](Span rows, float* to, auto ahead) {
         const IntegerRows* parts = integer_rows + rows.begin / INTEGER_ROWS;
         const int64_t count = rows.end - rows.begin;
-        if (count <= VECTOR_ROWS) choose_integer_vectors<decltype(ahead)>(layout, count)(layout, *parts, blocks, to, ahead);
-        else multiply_integer_matrices(layout, parts, divide_up(count, INTEGER_ROWS), blocks, decoded, rows.begin > 0, to, ahead);
+        if (count <= VECTOR_ROWS)
+          return choose_integer_vectors<decltype(ahead)>(layout, count)(layout, *parts, blocks, to, ahead);
+        choose_integer_matrices<decltype(ahead)>(layout)(layout, parts, divide_up(count, INTEGER_ROWS), blocks, decoded,
+                                                         rows.begin > 0, to, ahead);
       });
     });
   }

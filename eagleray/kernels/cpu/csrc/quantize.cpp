@@ -6,8 +6,7 @@
 namespace eagleray {
 namespace {
 
-constexpr int LIMIT_8 = 127;  // codes of 8 bits are a sign and a magnitude
-constexpr int64_t MAX_BLOCK = 128, MAX_GROUPS = 8;  // inputs and groups of a block
+constexpr int64_t MAX_BLOCK = 256, MAX_GROUPS = 8;  // inputs and groups of a block
 constexpr int LOW_4 = -8, HIGH_4 = 7, ZERO_4 = 8;
 
 // Round to the nearest integer, half to even. |x| is at most 2^21.
@@ -45,16 +44,32 @@ uint16_t to_float16(float x) {
   return sign | uint16_t((word >> 13) - ((127 - 15) << 10));
 }
 
+float from_float16(uint16_t bits) {
+  const uint32_t word = uint32_t(bits & 0x7fff) << 13;
+  float magnitude;
+  std::memcpy(&magnitude, &word, 4);
+  magnitude *= 0x1p112f;  // the difference of the exponents' biases
+  return bits & 0x8000 ? -magnitude : magnitude;
+}
+
 // ---- 8 bits
 
-uint16_t quantize_8(const float* x, int64_t size, uint8_t* codes) {
-  const float scale = std::fabs(largest(x, size)) / LIMIT_8, inverse = scale > 0 ? 1 / scale : 0;
+// The codes stand for all integers of 8 bits, plus a half, from the lowest number of the group to the highest. They are a
+// sign and a magnitude.
+void quantize_8(const float* x, int64_t size, uint8_t* codes, uint16_t* scale, uint16_t* offset) {
+  constexpr float LOW = -128, HIGH = 127;
+  Floats high = load(x), low = -high;
+  for (int64_t at = 0; at < size; at += LANES) high = max(high, load(x + at)), low = max(low, -load(x + at));
+  const float above = highest(high), below = -highest(low);
+  *offset = to_float16(0.5f * above + 0.5f * below);
+  const float middle = from_float16(*offset);
+  *scale = to_float16(std::max(above - middle, middle - below) / (HIGH + 0.5f));
+  const float step = from_float16(*scale), inverse = step > 0 ? 1 / step : 0;
   for (int64_t at = 0; at < size; at += LANES) {
-    Ints code = __builtin_convertvector(clamp(round_to_integer(load(x + at) * inverse), -LIMIT_8, LIMIT_8), Ints);
-    Ints sign = code >> 31;  // all ones, or 0
-    store_codes(codes + at, ((code ^ sign) - sign) | (sign & 0x80));
+    const Floats integer = clamp(round_to_integer((load(x + at) - middle) * inverse - 0.5f), LOW, HIGH);
+    const Ints code = __builtin_convertvector(integer, Ints), sign = code >> 31;  // all ones, or 0
+    store_codes(codes + at, (code ^ sign) | (sign & 0x80));
   }
-  return to_float16(scale);
 }
 
 // ---- 4 bits
@@ -143,7 +158,7 @@ void quantize_4(const float* x, int64_t size, int64_t groups, uint8_t* codes, ui
 using namespace eagleray;
 
 extern "C" void er_quantize(const void* weight, int64_t n, int64_t k, int bits, int64_t size, int64_t block, void* codes,
-                            void* scales, int dtype, int num_threads) {
+                            void* scales, void* offsets, int dtype, int num_threads) {
   const int64_t blocks = k / block, groups = block / size;  // of a row, and of a block
   with_type(dtype, [&](auto zero) {
     auto from = static_cast<const decltype(zero)*>(weight);
@@ -155,7 +170,7 @@ extern "C" void er_quantize(const void* weight, int64_t n, int64_t k, int bits, 
         uint8_t* to = static_cast<uint8_t*>(codes) + at * block;
         uint16_t* of_groups = static_cast<uint16_t*>(scales) + at * groups;
         if (bits == 4) quantize_4(x, size, groups, to, of_groups);
-        else *of_groups = quantize_8(x, size, to);
+        else quantize_8(x, size, to, of_groups, static_cast<uint16_t*>(offsets) + at);
       }
     });
   });
