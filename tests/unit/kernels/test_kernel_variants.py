@@ -21,7 +21,7 @@ HASWELL: dict[str, object] = dict.fromkeys(AVX2, True)
 SKYLAKE: dict[str, object] = dict.fromkeys(AVX512, True)
 ZEN4 = SKYLAKE | {f"avx512_{part}": True for part in ("bf16", "vbmi", "vnni")} | {"cpu_name": "AMD EPYC"}
 ZEN4 |= {"l1d_cache_size": 32768}
-SAPPHIRE_RAPIDS = ZEN4 | {"amx_tile": True, "amx_bf16": True, "cpu_name": "Intel Xeon"}
+SAPPHIRE_RAPIDS = ZEN4 | {"amx_tile": True, "amx_bf16": True, "amx_int8": True, "cpu_name": "Intel Xeon"}
 
 
 @pytest.fixture

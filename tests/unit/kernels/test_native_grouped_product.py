@@ -166,6 +166,27 @@ def test_multiply_long_inputs_in_parts_equal_the_rows_alone(library):
     assert torch.equal(torch.cat([packed.multiply(row[None]) for row in x]), whole)
 
 
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_multiply_row_that_is_not_finite_leaves_other_rows(library, bad):
+    packed, x = Packed(library, weight_with_divisors()), random_rows(20)
+    clean = packed.multiply(x)
+    x[7, 300] = bad
+    found = packed.multiply(x)
+    assert not found[7].isfinite().any()
+    others = torch.arange(20) != 7
+    assert torch.equal(found[others], clean[others])
+    assert torch.equal(packed.multiply(x[7:8].contiguous()).isfinite(), found[7:8].isfinite())
+
+
+def test_multiply_blocks_of_zeros_and_of_tiny_inputs_add_nothing(library):
+    weight = weight_with_divisors()
+    packed, x = Packed(library, weight), random_rows(6)
+    x[:, 128:256] = 0
+    expected = packed.multiply(x)
+    x[:, 128:256] = 1e-38
+    torch.testing.assert_close(packed.multiply(x), expected, rtol=0, atol=1e-30)
+
+
 @pytest.mark.parametrize("inner", [16, 33])
 def test_multiply_gated_equals_separate_products(library, inner):
     weight = random_weight(Encoding.INT4, 32, torch.float16, has_offsets=False, n=2 * inner)

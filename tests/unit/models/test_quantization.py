@@ -56,7 +56,7 @@ def divergence(model: Model, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_load_model_quantization_keeps_the_formats_of_the_roles(checkpoint, load_format, packed):
-    for kind, encoding in (("int8", Encoding.INT8), ("int4", Encoding.INT4), ("fp8", Encoding.E4M3)):
+    for kind, encoding in (("int8", Encoding.HALF_INT8), ("int4", Encoding.INT4), ("fp8", Encoding.E4M3)):
         packed.clear()
         spec = load(checkpoint, dtype="bfloat16", quantization=kind, load_format=load_format).spec
         assert packed[encoding] > 0
@@ -67,7 +67,7 @@ def test_load_model_quantization_keeps_the_formats_of_the_roles(checkpoint, load
             3 * spec.num_layers if spec.mla is not None else 0
         )  # inputs without whole groups
         if kind == "int4":
-            assert (packed[Encoding.INT8] > 1) is (spec.moe is not None)  # attention and head, or the head alone
+            assert (packed[Encoding.HALF_INT8] > 1) is (spec.moe is not None)  # attention and head, or the head alone
 
 
 def test_load_model_quantization_diverges_less_with_more_bits(checkpoint):
@@ -94,8 +94,8 @@ def test_forward_quantized_row_has_the_same_bits_in_any_batch(family, kind, tmp_
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_forward_quantized_on_two_ranks_equals_one(kind, tmp_path):
-    """Groups lie within the columns of a rank, so both have the same numbers."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    """Blocks lie within the columns of a rank, so both have the same numbers."""
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 128}
     checkpoint = make_checkpoint(tmp_path, "qwen3", tokenizer=False, **sizes)
     alone = logits_in_chunks(load(checkpoint, dtype="bfloat16", quantization=kind), PROMPT, 60)
     results = run_ranks(
