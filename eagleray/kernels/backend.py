@@ -216,8 +216,8 @@ class KernelBackend(Protocol):
         ...
 
     def quantizer(self, kind: WeightFormat, *, is_head: bool = False) -> Callable[[Tensor], Weight]:
-        """Return the function that quantizes a weight [rows, columns] of the model's dtype to one of `kept_formats`, more
-        finely if it `is_head`. It returns a weight that cannot be divided into groups as it is."""
+        """Return the function that quantizes a weight [rows, columns] of the model's dtype to one of `kept_formats`,
+        more finely if it `is_head`. It returns a weight that cannot be divided into groups as it is."""
         return quantize_fp8
 
     def tied_embedding(self, weight: Weight, first: int) -> tuple[OperationWithWeights, OperationWithWeights]:

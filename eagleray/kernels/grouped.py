@@ -75,8 +75,8 @@ class GroupedWeight:
     offsets: Tensor | None = None
     """of the dtype and shape of the scales"""
     columns_per_divisor: int | None = None
-    """columns whose scales, in float16, are multiples of one number by -15 to 15; None: those of a group, which have one
-    scale anyway"""
+    """columns whose scales, in float16, are multiples of one number by -15 to 15; None: those of a group, which have
+    one scale anyway"""
 
     @property
     def shape(self) -> torch.Size:

@@ -97,8 +97,8 @@ int64_t er_grouped_size(const CGrouping* grouping, int64_t n, int64_t k);
 void er_pack_grouped(const CGrouping* grouping, const void* codes, const void* scales, const void* offsets, int64_t n,
                      int64_t k, int64_t inner, void* out, int num_threads);
 
-// weight: [n, k] of `dtype`; codes: [n, k]; scales, offsets: [n, k / size] of float16. Codes of 4 bits are -8, ..., 7, from
-// 0 on, without offsets. Their groups have scales of about the least squared error, those of a block of at most 256
+// weight: [n, k] of `dtype`; codes: [n, k]; scales, offsets: [n, k / size] of float16. Codes of 4 bits are -8, ..., 7,
+// from 0 on, without offsets. Their groups have scales of about the least squared error, those of a block of at most 256
 // inputs multiples of one number, see CGrouping. Codes of 8 bits are -127.5, ..., 127.5, with a sign, in groups of a block
 // of at most 128 inputs.
 void er_quantize(const void* weight, int64_t n, int64_t k, int bits, int64_t size, int64_t block, void* codes,

@@ -1,7 +1,7 @@
 // Rows as integers of 16 bits, for products with weights of few bits that are integers themselves, see integer_tile.h.
 //
-// The inputs of a block of the weight share a scale, so an input is within 2^-17 of the block's largest one. The rounding
-// of bfloat16, which the inputs have passed before, is at least as much for the largest ones, which count most.
+// The inputs of a block of the weight share a scale, so an input is off by at most 2^-16 of the block's largest one.
+// bfloat16, in which the inputs arrive, was off by up to 2^-9 of each.
 #pragma once
 
 #include "grouped.h"
@@ -40,7 +40,8 @@ inline IntegerRows integer_rows_in(const CGrouping& grouping, int64_t rows, int6
   auto scales = reinterpret_cast<float*>(memory + 2 * INTEGER_ROWS * k);
   const int64_t count = INTEGER_ROWS * num_blocks(grouping, k);
   auto sums = reinterpret_cast<int32_t*>(scales + 2 * count);
-  return {rows, grouping.block, grouping.block / INTEGER_GROUP, reinterpret_cast<int8_t*>(memory), scales, scales + count, sums};
+  auto halves = reinterpret_cast<int8_t*>(memory);
+  return {rows, grouping.block, grouping.block / INTEGER_GROUP, halves, scales, scales + count, sums};
 }
 
 // The largest magnitude of a block's inputs; NaN if one of them is NaN, whose bits are above those of infinity.
@@ -48,12 +49,13 @@ inline float largest_magnitude(const Bf16* x, int64_t size) {
   __m512i largest = _mm512_setzero_si512();
   for (int64_t at = 0; at < size; at += 32)
     largest = _mm512_max_epu16(largest, _mm512_and_si512(_mm512_loadu_si512(x + at), _mm512_set1_epi16(0x7fff)));
-  const __m512i words = _mm512_max_epu32(_mm512_and_si512(largest, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(largest, 16));
+  const __m512i words =
+      _mm512_max_epu32(_mm512_and_si512(largest, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(largest, 16));
   return to_float(Bf16{uint16_t(_mm512_reduce_max_epu32(words))});
 }
 
-// Write the integers of a block of one row. A block with an infinity or NaN has no finite scale, so its products have no
-// finite result.
+// Write the integers of a block of one row. A block with an infinity or NaN has no finite scale, so its products have
+// no finite result.
 inline void write_integers(const Bf16* x, int64_t at, int64_t row, const IntegerRows& to) {
   constexpr float LIMIT = 127 * 256, NEGLIGIBLE = 1e-30f;  // the integers of smaller numbers would overflow
   const float largest = largest_magnitude(x, to.block);

@@ -2,9 +2,9 @@
 // instructions (AMX) and by vector instructions (VNNI).
 //
 // Rows are integers of 16 bits as well (integer_rows.h), so the products of a block are added up without rounding, by
-// whatever instructions and in whatever order. The sum is multiplied by the scales of the weight and of the row, and added
-// to the total, block by block. So a row has the same bits in any company, although few rows are multiplied by vectors,
-// for which codes stay in registers, and more rows by matrix instructions.
+// whatever instructions and in whatever order. The sum is multiplied by the scales of the weight and of the row, and
+// added to the total, block by block. So a row has the same bits in any company, although few rows are multiplied by
+// vectors, for which codes stay in registers, and more rows by matrix instructions.
 //
 // A weight of 4 bits whose groups have scales that are multiples of one scale of the block (`CGrouping.block`) is the
 // integer code * multiple, of 8 bits, so that a block takes as many matrix instructions as bfloat16 would.
@@ -230,7 +230,8 @@ inline void decode_integers(const IntegerLayout& layout, const uint8_t* block, u
   for (int64_t group = 0; group < layout.block / INTEGER_GROUP; group++) {
     for (int half = 0; half < 2; half++) {
       const __m512i multiple = layout.has_multiples ? layout.multiples(block, group, half) : _mm512_set1_epi32(1);
-      const __m512i factor = _mm512_or_si512(_mm512_slli_epi32(multiple, 16), _mm512_and_si512(multiple, _mm512_set1_epi32(0xffff)));
+      const __m512i factor =
+          _mm512_or_si512(_mm512_slli_epi32(multiple, 16), _mm512_and_si512(multiple, _mm512_set1_epi32(0xffff)));
       const __m512i bytes = _mm512_or_si512(_mm512_slli_epi16(factor, 8), _mm512_and_si512(factor, lower));
       // ZERO_4 * multiple in each byte
       const __m512i zero = _mm512_and_si512(_mm512_slli_epi16(bytes, 3), _mm512_set1_epi8(int8_t(0xf8)));
@@ -299,7 +300,8 @@ inline void add_rows(const PendingProducts& pending) {
 // Multiply rows with the integers of a block of STEPS steps. The results are in the registers. vectors: of codes, that
 // advance the prefetching with each step.
 template <int STEPS, class Ahead>
-inline void multiply_block(const IntegerRows& rows, int64_t at, const uint8_t* integers, Ahead& prefetch, int64_t vectors) {
+inline void multiply_block(const IntegerRows& rows, int64_t at, const uint8_t* integers, Ahead& prefetch,
+                           int64_t vectors) {
   constexpr int64_t STRIDE = STEPS * INTEGER_STEP;
   const int8_t *high = rows.high(at), *low = rows.low(at);
   _tile_zero(FIRST_HIGH);
@@ -321,8 +323,8 @@ inline void multiply_block(const IntegerRows& rows, int64_t at, const uint8_t* i
 }
 
 // Add the products of the parts of a tile, INTEGER_ROWS rows each but the last, with blocks of STEPS steps to sums
-// [rows, PANEL], or begin them. The products of a block are scaled after the next block has been multiplied, so that they
-// do not wait for each other. decoded: for codes of 4 bits; is_decoded: it holds the blocks already.
+// [rows, PANEL], or begin them. The products of a block are scaled after the next block has been multiplied, so that
+// they do not wait for each other. decoded: for codes of 4 bits; is_decoded: it holds the blocks already.
 template <int STEPS, bool HAS_OFFSETS, class Ahead>
 void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* parts, int64_t num_parts,
                                const BlockSpan& blocks, DecodedBlocks& decoded, bool is_decoded, float* sums,
@@ -347,16 +349,16 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
       multiply_block<STEPS>(rows, at, integers, prefetch, part == 0 ? layout.vectors / STEPS : 0);
       if (pending) add_rows<HAS_OFFSETS>(*pending);
       products[buffer].store();
-      pending.emplace(PendingProducts{&products[buffer], rows.scales + at * rows.count, rows.totals + at * rows.count, rows.count,
-                                      sums + part * INTEGER_ROWS * PANEL, scales});
+      pending.emplace(PendingProducts{&products[buffer], rows.scales + at * rows.count, rows.totals + at * rows.count,
+                                      rows.count, sums + part * INTEGER_ROWS * PANEL, scales});
     }
   }
   add_rows<HAS_OFFSETS>(*pending);
 }
 
 template <class Ahead>
-using IntegerMatrices = void (*)(const IntegerLayout&, const IntegerRows*, int64_t, const BlockSpan&, DecodedBlocks&, bool,
-                                 float*, Ahead);
+using IntegerMatrices = void (*)(const IntegerLayout&, const IntegerRows*, int64_t, const BlockSpan&, DecodedBlocks&,
+                                 bool, float*, Ahead);
 
 // The function for more rows.
 template <class Ahead>

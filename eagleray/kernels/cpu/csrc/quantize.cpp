@@ -54,8 +54,8 @@ float from_float16(uint16_t bits) {
 
 // ---- 8 bits
 
-// The codes stand for all integers of 8 bits, plus a half, from the lowest number of the group to the highest. They are a
-// sign and a magnitude.
+// The codes stand for all integers of 8 bits, plus a half, from the lowest number of the group to the highest. They are
+// a sign and a magnitude.
 void quantize_8(const float* x, int64_t size, uint8_t* codes, uint16_t* scale, uint16_t* offset) {
   constexpr float LOW = -128, HIGH = 127;
   Floats high = load(x), low = -high;
