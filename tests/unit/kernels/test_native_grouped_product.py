@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernel_numbers import has_matrix_instructions, multiplied_numbers
+from kernel_numbers import multiplied_numbers
 from torch import Tensor
 
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.build.library import native_library
-from eagleray.kernels.cpu.grouped import INTEGERS, SCALE_KINDS, in_groups, layout, pack, packed_size, quantize
+from eagleray.kernels.cpu.grouped import SCALE_KINDS, in_groups, layout, pack, packed_size, quantize
 from eagleray.kernels.grouped import Encoding, GroupedWeight, value_table
 from eagleray.kernels.quantized import Mxfp4Weight, WeightFormat, quantize_fp8
 
@@ -105,7 +105,7 @@ def check_products(library: ctypes.CDLL, weight: GroupedWeight) -> None:
     numbers = used_numbers(library, weight)
     whole = packed.multiply(x, 2)
     bound = TOLERANCE * (x.double().abs() @ numbers.abs().t() + sum_of_parts(weight, x))
-    if is_integer_product(library, weight):
+    if library.er_uses_integers(layout(weight).c):
         bound += 0.5 * INPUT_STEP * (largest_of_blocks(weight, x) @ numbers.abs().t())
     assert ((whole.double() - x.double() @ numbers.t()).abs() <= bound).all()
     for count in NUM_ROWS:
@@ -119,12 +119,6 @@ def test_multiply_older_processor_equals_float64(other_library):
     check_products(other_library, weight_with_divisors())
 
 
-def is_integer_product(library: ctypes.CDLL, weight: GroupedWeight) -> bool:
-    """Whether a library multiplies a weight as integers, exactly, and rounds the inputs to integers as well."""
-    is_large = (weight.columns_per_divisor or weight.group_size) >= 64
-    return has_matrix_instructions() and library is native_library() and weight.encoding in INTEGERS and is_large
-
-
 def largest_of_blocks(weight: GroupedWeight, x: Tensor) -> Tensor:
     """For each input in float64, the largest magnitude of its block."""
     size = weight.columns_per_divisor or weight.group_size
@@ -135,7 +129,7 @@ def largest_of_blocks(weight: GroupedWeight, x: Tensor) -> Tensor:
 def used_numbers(library: ctypes.CDLL, weight: GroupedWeight) -> Tensor:
     """The numbers in float64 that products of a library use."""
     numbers = exact_numbers(weight)
-    is_rounded = library is native_library() and not is_integer_product(library, weight)
+    is_rounded = library is native_library() and not library.er_uses_integers(layout(weight).c)
     return multiplied_numbers(numbers) if is_rounded else numbers
 
 

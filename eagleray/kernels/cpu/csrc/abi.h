@@ -92,6 +92,9 @@ void er_unpack_row(const void* packed, int64_t row, int64_t k, void* out, int dt
 // The number of bytes of a packed weight of n outputs; of gate and up 2 * inner, where inner is rounded up to NUM_LANES.
 int64_t er_grouped_size(const CGrouping* grouping, int64_t n, int64_t k);
 
+// Whether such weights are multiplied as integers, exactly, with rows that are rounded to integers of 16 bits.
+int er_uses_integers(const CGrouping* grouping);
+
 // codes: [n, k] bytes, one code each; scales, offsets: [n, k / size]; the rows are contiguous. If `inner` is above 0,
 // these are the rows of gate [inner] and then of up, which are packed as by `er_pack_gate_up`.
 void er_pack_grouped(const CGrouping* grouping, const void* codes, const void* scales, const void* offsets, int64_t n,

@@ -29,6 +29,9 @@
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define HAS_MATRICES  // instructions that multiply matrices, see matrix_tile.h
 #endif
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+#define HAS_INTEGER_PRODUCTS  // instructions that multiply bytes, see integer_tile.h
+#endif
 
 // Only the functions of the interface are visible in the library.
 #pragma GCC visibility push(default)

@@ -17,7 +17,7 @@ struct CodedWeight {
   const uint8_t* offsets;  // the same, or null
 };
 
-#ifdef HAS_MATRICES
+#ifdef HAS_INTEGER_PRODUCTS
 
 // ---- integers
 
@@ -72,6 +72,10 @@ void pack_integers(const CGrouping& grouping, const CodedWeight& weight, int64_t
   if (grouping.has_offsets) std::memcpy(scales + (PANEL + lane) * size, weight.offsets + group * size, size);
 }
 
+#endif
+
+#ifdef HAS_MATRICES
+
 // Write the first `count` codes of an output's block. Codes of 4 bits share bytes with the output before, if it is odd.
 void pack_codes(const CGrouping& grouping, const uint8_t* codes, int64_t count, int lane, uint8_t* block) {
   const int outputs = decoded_pairs(int(grouping.bits)), output = lane % outputs;
@@ -125,7 +129,7 @@ void pack_codes(const CGrouping& grouping, const uint8_t* codes, int64_t count, 
 void pack_lane(const CGrouping& grouping, const CodedWeight& weight, int64_t row, int64_t k, int lane, uint8_t* panel) {
   const int64_t size = scale_size(grouping), groups = k / grouping.size;
   for (int64_t first = 0; first < k; first += block_size(grouping), panel += block_bytes(grouping)) {
-#ifdef HAS_MATRICES
+#ifdef HAS_INTEGER_PRODUCTS
     if (uses_integers(grouping)) {
       pack_integers(grouping, weight, (row * k + first) / grouping.size, row * k + first, lane, panel);
       continue;
@@ -169,7 +173,7 @@ int64_t grouped_size(const CGrouping& grouping, int64_t n, int64_t k) {
   return divide_up(n, PANEL) * panel_bytes(grouping, k);
 }
 
-#ifdef HAS_MATRICES
+#ifdef HAS_INTEGER_PRODUCTS
 
 namespace {
 
@@ -184,26 +188,34 @@ void unpack_integers(const BlockSpan& blocks, int64_t index, int64_t lane, float
   const float half = grouping.bits == 8 ? to_float(*static_cast<const Bf16*>(grouping.values)) : 0;
   const float scale = number(blocks.scales(index)), offset = grouping.has_offsets ? number(blocks.offsets(index)) : 0;
   const uint8_t* codes = blocks.block(index) + lane * 4;
-  for (int64_t i = 0; i < grouping.block; i++) {
-    const int64_t four = i / 4;
-    int integer;
-    if (grouping.bits == 8) integer = int8_t(codes[four * PANEL * 4 + i % 4]);
-    else integer = (codes[four / 2 * PANEL * 4 + i % 4] >> (four % 2 * 4) & 15) - ZERO_4;
-    if (has_multiples(grouping)) integer *= int8_t(blocks.multiples(index)[i / grouping.size * PANEL + lane]);
-    *out++ = (float(integer) + half) * scale + offset;
+  const uint8_t* multiples = has_multiples(grouping) ? blocks.multiples(index) + lane : nullptr;
+  for (int64_t group = 0; group < grouping.block; group += INTEGER_GROUP) {
+    const int multiple = multiples ? int8_t(multiples[group / INTEGER_GROUP * PANEL]) : 1;
+    for (int64_t i = group; i < group + INTEGER_GROUP; i++) {
+      const int64_t four = i / 4;
+      int integer;
+      if (grouping.bits == 8) integer = int8_t(codes[four * PANEL * 4 + i % 4]);
+      else integer = (codes[four / 2 * PANEL * 4 + i % 4] >> (four % 2 * 4) & 15) - ZERO_4;
+      *out++ = (float(integer * multiple) + half) * scale + offset;
+    }
   }
+}
+
+// The numbers of a row of integers: out [k].
+void unpack_integer_row(const CGrouping& grouping, const uint8_t* panel, int64_t lane, int64_t k, float* out) {
+  const BlockSpan blocks{grouping, panel, 0, num_blocks(grouping, k)};
+  for (int64_t index = 0; index < blocks.count; index++, out += grouping.block) unpack_integers(blocks, index, lane, out);
 }
 
 }  // namespace
 
+#endif
+
+#ifdef HAS_MATRICES
+
 void unpack_grouped_row(const CGrouping& grouping, const void* packed, int64_t row, int64_t k, float* out) {
   auto panel = static_cast<const uint8_t*>(packed) + row / PANEL * panel_bytes(grouping, k);
-  if (uses_integers(grouping)) {
-    const BlockSpan blocks{grouping, panel, 0, num_blocks(grouping, k)};
-    for (int64_t index = 0; index < blocks.count; index++, out += grouping.block)
-      unpack_integers(blocks, index, row % PANEL, out);
-    return;
-  }
+  if (uses_integers(grouping)) return unpack_integer_row(grouping, panel, row % PANEL, k, out);
   with_matrix_decoder(grouping, [&](const auto& decoder) {
     DecodedSteps steps;
     for (int64_t first = 0; first < k; first += block_size(grouping), panel += block_bytes(grouping)) {
@@ -226,6 +238,9 @@ float scale_at(const CGrouping& grouping, const uint8_t* scales, int64_t lane) {
 void unpack_grouped_row(const CGrouping& grouping, const void* packed, int64_t row, int64_t k, float* out) {
   auto panel = static_cast<const uint8_t*>(packed) + row / PANEL * panel_bytes(grouping, k);
   const int64_t lane = row % PANEL;
+#ifdef HAS_INTEGER_PRODUCTS
+  if (uses_integers(grouping)) return unpack_integer_row(grouping, panel, lane, k, out);
+#endif
   with_decoder(grouping, [&](const auto& decoder) {
     constexpr int PAIRS = std::decay_t<decltype(decoder)>::PAIRS;
     BlockSpan groups{grouping, panel, 0, k / grouping.size};
@@ -262,6 +277,8 @@ using namespace eagleray;
 extern "C" {
 
 int64_t er_grouped_size(const CGrouping* grouping, int64_t n, int64_t k) { return grouped_size(*grouping, n, k); }
+
+int er_uses_integers(const CGrouping* grouping) { return uses_integers(*grouping); }
 
 void er_pack_grouped(const CGrouping* grouping, const void* codes, const void* scales, const void* offsets, int64_t n,
                      int64_t k, int64_t inner, void* out, int num_threads) {

@@ -31,7 +31,7 @@ constexpr int64_t INTEGER_GROUP = 32;  // inputs whose scales have one multiple,
 
 // Whether a weight is packed and multiplied as integers, see integer_tile.h. Smaller blocks take less time otherwise.
 inline bool uses_integers(const CGrouping& grouping) {
-#ifdef HAS_MATRICES
+#ifdef HAS_INTEGER_PRODUCTS
   const bool has_divisor = grouping.bits == 4 && grouping.size == INTEGER_GROUP && !grouping.has_offsets &&
                            grouping.scale_kind == SCALE_FLOAT16;
   return grouping.are_integers && grouping.block % 64 == 0 && (grouping.block == grouping.size || has_divisor);

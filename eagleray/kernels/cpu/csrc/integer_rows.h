@@ -6,7 +6,7 @@
 
 #include "grouped.h"
 
-#ifdef HAS_MATRICES
+#ifdef HAS_INTEGER_PRODUCTS
 
 namespace eagleray {
 

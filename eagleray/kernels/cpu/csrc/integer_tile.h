@@ -1,10 +1,10 @@
-// Products with weights of few bits that are integers, on processors that multiply integers of 8 bits by matrix
-// instructions (AMX) and by vector instructions (VNNI).
+// Products with weights of few bits that are integers, on processors that multiply integers of 8 bits by vector
+// instructions (VNNI), and perhaps by matrix instructions (AMX).
 //
 // Rows are integers of 16 bits as well (integer_rows.h), so the products of a block are added up without rounding, by
 // whatever instructions and in whatever order. The sum is multiplied by the scales of the weight and of the row, and
 // added to the total, block by block. So a row has the same bits in any company, although few rows are multiplied by
-// vectors, for which codes stay in registers, and more rows by matrix instructions.
+// vectors, for which codes stay in registers, and more rows by matrix instructions where there are any.
 //
 // A weight of 4 bits whose groups have scales that are multiples of one scale of the block (`CGrouping.block`) is the
 // integer code * multiple, of 8 bits, so that a block takes as many matrix instructions as bfloat16 would.
@@ -15,16 +15,14 @@
 #include "integer_rows.h"
 #include "matrix_tile.h"
 
-#ifdef HAS_MATRICES
+#ifdef HAS_INTEGER_PRODUCTS
 
 namespace eagleray {
 
-constexpr int64_t INTEGER_STEP = 64;      // inputs of a matrix instruction
-constexpr int64_t MAX_INTEGER_BLOCK = 256;
-constexpr int64_t DECODED_INPUTS = 512;   // that are kept: 16 KB, which stay in the first-level cache
-constexpr int VECTOR_ROWS = 4;            // up to so many rows are multiplied by vectors
-constexpr int ZERO_4 = 8;                 // what codes of 4 bits have been increased by
-constexpr int ZERO_8 = 128;               // what turns integers of 8 bits into unsigned ones
+constexpr int VECTOR_ROWS = BY_MATRIX<Bf16> ? 4 : TILE_ROWS<Bf16>;  // up to so many rows are multiplied by vectors
+constexpr int ZERO_4 = 8;    // what codes of 4 bits have been increased by
+constexpr int ZERO_8 = 128;  // what turns integers of 8 bits into unsigned ones
+static_assert(VECTOR_ROWS <= INTEGER_ROWS);
 
 // ---- the blocks of a panel
 
@@ -106,30 +104,31 @@ inline __m512i join_halves(__m512i high, __m512i low) { return _mm512_add_epi32(
 template <int ROWS>
 inline void add_four(__m512i codes, const IntegerRows& rows, int64_t at, int64_t input, __m512i (&high)[ROWS],
                      __m512i (&low)[ROWS]) {
-#pragma GCC unroll 4
+#pragma GCC unroll 16
   for (int row = 0; row < ROWS; row++) {
     high[row] = _mm512_dpbusd_epi32(high[row], codes, _mm512_set1_epi32(read<int32_t>(rows.high(at, row) + input)));
     low[row] = _mm512_dpbusd_epi32(low[row], codes, _mm512_set1_epi32(read<int32_t>(rows.low(at, row) + input)));
   }
 }
 
-// Compute the sums of a part of a block: inputs begin, ..., begin + count - 1 with both halves of a panel. row_sums: of
-// the rows' integers; ahead: the distance of what is prefetched.
-template <int BITS, int ROWS>
+// Compute the sums of a part of a block, inputs begin, ..., begin + count - 1, for HALVES halves of a panel. codes: of the
+// first half; row_sums: of the rows' integers; ahead: the distance of what is prefetched.
+template <int BITS, int ROWS, int HALVES>
 inline void sum_part(const uint8_t* codes, const IntegerRows& rows, int64_t at, int64_t begin, int64_t count,
-                     const int32_t* row_sums, int64_t ahead, __m512i (&sums)[2][ROWS]) {
+                     const int32_t* row_sums, int64_t ahead, __m512i (&sums)[HALVES][ROWS]) {
   constexpr int ZERO = BITS == 4 ? ZERO_4 : ZERO_8;
-  __m512i high[2][ROWS], low[2][ROWS];
-#pragma GCC unroll 4
-  for (int row = 0; row < ROWS; row++)
-    high[0][row] = high[1][row] = _mm512_setzero_si512(),
-    low[0][row] = low[1][row] = _mm512_set1_epi32(-ZERO * row_sums[row]);
-  codes += begin * PANEL * BITS / 8;
   constexpr int64_t INPUTS = 4 * 8 / BITS;  // of a vector
+  __m512i high[HALVES][ROWS], low[HALVES][ROWS];
+#pragma GCC unroll 2
+  for (int half = 0; half < HALVES; half++)
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++)
+      high[half][row] = _mm512_setzero_si512(), low[half][row] = _mm512_set1_epi32(-ZERO * row_sums[row]);
+  codes += begin * PANEL * BITS / 8;
 #pragma GCC unroll 4
   for (int64_t input = begin; input < begin + count; input += INPUTS, codes += 2 * CODE_VECTOR)
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < HALVES; half++) {
       const __m512i packed = _mm512_loadu_si512(codes + half * CODE_VECTOR);
       __builtin_prefetch(codes + half * CODE_VECTOR + ahead);
       if (BITS == 8) {
@@ -141,78 +140,101 @@ inline void sum_part(const uint8_t* codes, const IntegerRows& rows, int64_t at, 
       }
     }
 #pragma GCC unroll 2
-  for (int half = 0; half < 2; half++)
-#pragma GCC unroll 4
+  for (int half = 0; half < HALVES; half++)
+#pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) sums[half][row] = join_halves(high[half][row], low[half][row]);
+}
+
+// Compute the sums of a block for HALVES halves of a panel from `first` on.
+template <int BITS, int ROWS, int HALVES>
+inline void sum_block(const IntegerLayout& layout, const uint8_t* block, int first, const IntegerRows& rows, int64_t at,
+                      int64_t ahead, __m512i (&sums)[HALVES][ROWS]) {
+  const uint8_t* codes = block + first * CODE_VECTOR;
+  if (BITS == 8 || !layout.has_multiples)
+    return sum_part<BITS, ROWS, HALVES>(codes, rows, at, 0, rows.block, rows.block_sums(at), ahead, sums);
+#pragma GCC unroll 2
+  for (int half = 0; half < HALVES; half++)
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++) sums[half][row] = _mm512_setzero_si512();
+  for (int64_t group = 0; group < rows.groups; group++) {
+    __m512i of_group[HALVES][ROWS];
+    sum_part<BITS, ROWS, HALVES>(codes, rows, at, group * INTEGER_GROUP, INTEGER_GROUP, rows.group_sums(at, group), ahead,
+                                 of_group);
+#pragma GCC unroll 2
+    for (int half = 0; half < HALVES; half++) {
+      const __m512i multiples = layout.multiples(block, group, first + half);
+#pragma GCC unroll 16
+      for (int row = 0; row < ROWS; row++)
+        sums[half][row] = _mm512_add_epi32(sums[half][row], _mm512_mullo_epi32(of_group[half][row], multiples));
+    }
+  }
 }
 
 // Add the products of rows with blocks of a panel to sums [ROWS, PANEL], or begin them.
 template <int BITS, int ROWS, class Ahead>
 void multiply_integer_vectors(const IntegerLayout& layout, const IntegerRows& rows, const BlockSpan& blocks, float* sums,
                               Ahead prefetch) {
-  __m512 totals[ROWS][2];
-#pragma GCC unroll 4
-  for (int row = 0; row < ROWS; row++)
+  constexpr int HALVES = ROWS <= 4 ? 2 : 1;  // together; few rows have registers for both
+  __m512 totals[2][ROWS];
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; half++)
-      totals[row][half] = blocks.begin > 0 ? (__m512)load(sums + row * PANEL + half * LANES) : _mm512_setzero_ps();
+  for (int half = 0; half < 2; half++)
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++)
+      totals[half][row] = blocks.begin > 0 ? (__m512)load(sums + row * PANEL + half * LANES) : _mm512_setzero_ps();
 
   const uint8_t* block = blocks.from;
   for (int64_t at = blocks.begin; at < blocks.begin + blocks.count; at++, block += layout.bytes) {
-    const int64_t ahead = pass_by(prefetch, layout.vectors) - reinterpret_cast<const char*>(block);
-    layout.prefetch_scales(block + ahead);
-    __m512i products[2][ROWS];
-    if (BITS == 4 && layout.has_multiples) {
-#pragma GCC unroll 4
-      for (int row = 0; row < ROWS; row++) products[0][row] = products[1][row] = _mm512_setzero_si512();
-      for (int64_t group = 0; group < rows.groups; group++) {
-        __m512i of_group[2][ROWS];
-        sum_part<BITS, ROWS>(block, rows, at, group * INTEGER_GROUP, INTEGER_GROUP, rows.group_sums(at, group), ahead,
-                             of_group);
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-          const __m512i multiples = layout.multiples(block, group, half);
-#pragma GCC unroll 4
-          for (int row = 0; row < ROWS; row++)
-            products[half][row] =
-                _mm512_add_epi32(products[half][row], _mm512_mullo_epi32(of_group[half][row], multiples));
-        }
-      }
+    int64_t ahead = 0;
+    if (reads_once(prefetch)) {  // prefetches are spread over the block
+      ahead = pass_by(prefetch, layout.vectors) - reinterpret_cast<const char*>(block);
+      layout.prefetch_scales(block + ahead);
     } else {
-      sum_part<BITS, ROWS>(block, rows, at, 0, rows.block, rows.block_sums(at), ahead, products);
+      advance_by(prefetch, layout.vectors);
     }
     const BlockScales scales(layout, block);
-#pragma GCC unroll 4
-    for (int row = 0; row < ROWS; row++)
+    auto add = layout.has_offsets ? &BlockScales::add<true> : &BlockScales::add<false>;
 #pragma GCC unroll 2
-      for (int half = 0; half < 2; half++) {
-        auto add = layout.has_offsets ? &BlockScales::add<true> : &BlockScales::add<false>;
-        totals[row][half] =
-            (scales.*add)(totals[row][half], half, products[half][row], rows.scale(at, row), rows.total(at, row));
-      }
+    for (int first = 0; first < 2; first += HALVES) {
+      __m512i products[HALVES][ROWS];
+      sum_block<BITS, ROWS, HALVES>(layout, block, first, rows, at, ahead, products);
+#pragma GCC unroll 2
+      for (int half = 0; half < HALVES; half++)
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++)
+          totals[first + half][row] = (scales.*add)(totals[first + half][row], first + half, products[half][row],
+                                                    rows.scale(at, row), rows.total(at, row));
+    }
   }
-#pragma GCC unroll 4
-  for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) store(sums + row * PANEL + half * LANES, (Floats)totals[row][half]);
+  for (int half = 0; half < 2; half++)
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++) store(sums + row * PANEL + half * LANES, (Floats)totals[half][row]);
 }
 
 template <class Ahead>
 using IntegerVectors = void (*)(const IntegerLayout&, const IntegerRows&, const BlockSpan&, float*, Ahead);
 
+template <int BITS, class Ahead, int... ROWS>
+constexpr std::array<IntegerVectors<Ahead>, sizeof...(ROWS)> list_integer_vectors(std::integer_sequence<int, ROWS...>) {
+  return {multiply_integer_vectors<BITS, ROWS + 1, Ahead>...};
+}
+
 // The function for 1 to VECTOR_ROWS rows.
 template <class Ahead>
 inline IntegerVectors<Ahead> choose_integer_vectors(const IntegerLayout& layout, int64_t rows) {
-  static constexpr IntegerVectors<Ahead> of_4_bits[VECTOR_ROWS] = {
-      multiply_integer_vectors<4, 1, Ahead>, multiply_integer_vectors<4, 2, Ahead>,
-      multiply_integer_vectors<4, 3, Ahead>, multiply_integer_vectors<4, 4, Ahead>};
-  static constexpr IntegerVectors<Ahead> of_8_bits[VECTOR_ROWS] = {
-      multiply_integer_vectors<8, 1, Ahead>, multiply_integer_vectors<8, 2, Ahead>,
-      multiply_integer_vectors<8, 3, Ahead>, multiply_integer_vectors<8, 4, Ahead>};
+  using Sizes = std::make_integer_sequence<int, VECTOR_ROWS>;
+  static constexpr auto of_4_bits = list_integer_vectors<4, Ahead>(Sizes{});
+  static constexpr auto of_8_bits = list_integer_vectors<8, Ahead>(Sizes{});
   return (layout.bits == 4 ? of_4_bits : of_8_bits)[rows - 1];
 }
 
 // ---- many rows, by matrix instructions
+
+#ifdef HAS_MATRICES
+
+constexpr int64_t INTEGER_STEP = 64;  // inputs of a matrix instruction
+constexpr int64_t MAX_INTEGER_BLOCK = 256;
+constexpr int64_t DECODED_INPUTS = 512;  // that are kept: 16 KB, which stay in the first-level cache
 
 // Integers of blocks, [block / 4][PANEL][4].
 struct DecodedBlocks {
@@ -368,6 +390,8 @@ inline IntegerMatrices<Ahead> choose_integer_matrices(const IntegerLayout& layou
     return layout.has_offsets ? multiply_integer_matrices<1, true, Ahead> : multiply_integer_matrices<1, false, Ahead>;
   return layout.has_offsets ? multiply_integer_matrices<2, true, Ahead> : multiply_integer_matrices<2, false, Ahead>;
 }
+
+#endif
 
 }  // namespace eagleray
 

@@ -65,7 +65,7 @@ class Block {
         num_tiles(divide_up(num_rows, TILE_ROWS<T>)),
         num_pairs(divide_up(product.k, PAIR<T>)) {
     for (int64_t row = 0; row < num_rows; row++) x[row] = product.x + source_of(row) * product.x_stride;
-#ifdef HAS_MATRICES
+#ifdef HAS_INTEGER_PRODUCTS
     if constexpr (std::is_same_v<T, Bf16>)
       if (has_integers()) convert_rows();
 #endif
@@ -75,6 +75,9 @@ class Block {
 
   void multiply(Span panels) const {
     if constexpr (std::is_same_v<T, Bf16>) {
+#ifdef HAS_INTEGER_PRODUCTS
+      if (has_integers()) return multiply_integers(panels, *product.grouping);
+#endif
       if (product.grouping) return multiply_grouped(panels, *product.grouping);
     }
     int64_t parts = num_parts();
@@ -89,8 +92,9 @@ class Block {
   int64_t begin, num_rows, num_tiles, num_pairs;
   const T* x[MAX_ROWS];  // the rows; if interleaved, the entry of a tile's first row points to the whole tile
   std::optional<AdaptedBlock<T>> adapters;
-#ifdef HAS_MATRICES
-  IntegerRows integer_rows[divide_up(MAX_ROWS, INTEGER_ROWS)];  // for a weight of integers
+#ifdef HAS_INTEGER_PRODUCTS
+  static constexpr int64_t PART_ROWS = BY_MATRIX<T> ? INTEGER_ROWS : TILE_ROWS<T>;
+  IntegerRows integer_rows[BLOCK_TILES * divide_up(TILE_ROWS<T>, PART_ROWS)];  // for a weight of integers
 #endif
 
   struct Place {
@@ -130,8 +134,9 @@ class Block {
   Span rows_of(int64_t tile) const { return range_of({int(tile), int(num_tiles)}, num_rows, ROW_GRAIN<T>); }
   bool has_integers() const { return product.grouping && uses_integers(*product.grouping); }
   bool is_interleaved() const {
+    if (has_integers()) return false;
     if (!BY_MATRIX<T>) return num_tiles > FEW_TILES;
-    if (product.grouping) return num_rows > 1 && !has_integers();
+    if (product.grouping) return num_rows > 1;
     return num_tiles > 1 || (product.x_rows && num_rows > 1);  // rows that are not at equal distances
   }
 
@@ -224,38 +229,54 @@ class Block {
     });
   }
 
-#ifdef HAS_MATRICES
+#ifdef HAS_INTEGER_PRODUCTS
+
+  // The first of the parts of a tile's rows.
+  int64_t first_part(int64_t tile) const { return tile * divide_up(TILE_ROWS<T>, PART_ROWS); }
 
   void convert_rows() {
     const CGrouping& grouping = *product.grouping;
-    const int64_t bytes = integer_rows_bytes(grouping, product.k), parts = divide_up(num_rows, INTEGER_ROWS);
-    auto memory = BlockMemory::reserve(block_memory().integers, parts * bytes / int64_t(sizeof(BlockMemory::Line)));
-    for (int64_t part = 0; part < parts; part++) {
-      const int64_t first = part * INTEGER_ROWS, count = std::min<int64_t>(INTEGER_ROWS, num_rows - first);
-      integer_rows[part] = integer_rows_in(grouping, count, product.k, memory->bytes + part * bytes);
-      for (int64_t row = 0; row < count; row++)
-        for (int64_t block = 0; block < num_blocks(grouping, product.k); block++)
-          write_integers(x[first + row] + block * grouping.block, block, row, integer_rows[part]);
+    const int64_t bytes = integer_rows_bytes(grouping, product.k), blocks = num_blocks(grouping, product.k);
+    auto memory =
+        BlockMemory::reserve(block_memory().integers, first_part(num_tiles) * bytes / int64_t(sizeof(BlockMemory::Line)));
+    for (int64_t tile = 0; tile < num_tiles; tile++) {
+      const Span rows = rows_of(tile);
+      int64_t part = first_part(tile);
+      for (int64_t first = rows.begin; first < rows.end; first += PART_ROWS, part++) {
+        const int64_t count = std::min(PART_ROWS, rows.end - first);
+        integer_rows[part] = integer_rows_in(grouping, count, product.k, memory->bytes + part * bytes);
+        for (int64_t row = 0; row < count; row++)
+          for (int64_t block = 0; block < blocks; block++)
+            write_integers(x[first + row] + block * grouping.block, block, row, integer_rows[part]);
+      }
     }
   }
 
   void multiply_integers(Span panels, const CGrouping& grouping) const {
     const IntegerLayout layout(grouping);
+#ifdef HAS_MATRICES
     DecodedBlocks decoded;
+#endif
     visit_blocks(panels, grouping, [&](int64_t panel, BlockSpan blocks, bool last, Prefetch prefetch, float* sums) {
+      int64_t tile = 0;
       visit_tiles(panel, last, blocks.count * layout.vectors, prefetch, sums, [&](Span rows, float* to, auto ahead) {
-        const IntegerRows* parts = integer_rows + rows.begin / INTEGER_ROWS;
+        const IntegerRows* parts = integer_rows + first_part(tile++);
         const int64_t count = rows.end - rows.begin;
-        if (count <= VECTOR_ROWS)
-          return choose_integer_vectors<decltype(ahead)>(layout, count)(layout, *parts, blocks, to, ahead);
-        choose_integer_matrices<decltype(ahead)>(layout)(layout, parts, divide_up(count, INTEGER_ROWS), blocks, decoded,
-                                                         rows.begin > 0, to, ahead);
+#ifdef HAS_MATRICES
+        if (count > VECTOR_ROWS)
+          return choose_integer_matrices<decltype(ahead)>(layout)(layout, parts, divide_up(count, INTEGER_ROWS), blocks,
+                                                                  decoded, rows.begin > 0, to, ahead);
+#endif
+        choose_integer_vectors<decltype(ahead)>(layout, count)(layout, *parts, blocks, to, ahead);
       });
     });
   }
 
+#endif
+
+#ifdef HAS_MATRICES
+
   void multiply_grouped(Span panels, const CGrouping& grouping) const {
-    if (has_integers()) return multiply_integers(panels, grouping);
     const int64_t vectors = code_bytes(grouping) / CODE_VECTOR;
     with_matrix_decoder(grouping, [&](const auto& decoder) {
       DecodedSteps steps;

@@ -166,7 +166,10 @@ inline void advance_by(Prefetch& prefetch, int64_t pairs) {
   prefetch.from = end;
 }
 
-// The same without prefetching: return from where the memory of these pairs is to be prefetched.
+// Whether a tile prefetches its own panel, which is read once, line by line.
+inline bool reads_once(const Prefetch& prefetch) { return prefetch.pace >= CACHE_LINE; }
+
+// The same as `advance_by` without prefetching: return from where the memory of these pairs is to be prefetched.
 inline const char* pass_by(Prefetch& prefetch, int64_t pairs) {
   const char* from = prefetch.from;
   prefetch.from += pairs * prefetch.pace;
@@ -205,6 +208,8 @@ inline void advance(PrefetchWithLines& prefetch) {
   __builtin_prefetch(prefetch.lines[prefetch.position >> 16], 0, 2);
   prefetch.position += prefetch.pace;
 }
+
+inline bool reads_once(const PrefetchWithLines& prefetch) { return reads_once(prefetch.memory); }
 
 inline void advance_lines(PrefetchWithLines& prefetch, int64_t pairs) {
   for (int64_t pair = 0; prefetch.pace > 0 && pair < pairs; pair++, prefetch.position += prefetch.pace)
