@@ -166,6 +166,13 @@ inline void advance_by(Prefetch& prefetch, int64_t pairs) {
   prefetch.from = end;
 }
 
+// The same, into the second-level cache.
+inline void fetch_to_second_level(Prefetch& prefetch, int64_t pairs) {
+  const char* end = prefetch.from + pairs * prefetch.pace;
+  for (const char* line = prefetch.from; line < end; line += CACHE_LINE) __builtin_prefetch(line, 0, 2);
+  prefetch.from = end;
+}
+
 // Cache lines that lie in many places.
 class LineList {
  public:
@@ -199,10 +206,20 @@ inline void advance(PrefetchWithLines& prefetch) {
   prefetch.position += prefetch.pace;
 }
 
-inline void advance_by(PrefetchWithLines& prefetch, int64_t pairs) {
-  advance_by(prefetch.memory, pairs);
+// Advance the lines by `pairs` pairs of k at once.
+inline void fetch_lines(PrefetchWithLines& prefetch, int64_t pairs) {
   for (int64_t pair = 0; prefetch.pace > 0 && pair < pairs; pair++, prefetch.position += prefetch.pace)
     __builtin_prefetch(prefetch.lines[prefetch.position >> 16], 0, 2);
+}
+
+inline void advance_by(PrefetchWithLines& prefetch, int64_t pairs) {
+  advance_by(prefetch.memory, pairs);
+  fetch_lines(prefetch, pairs);
+}
+
+inline void fetch_to_second_level(PrefetchWithLines& prefetch, int64_t pairs) {
+  fetch_to_second_level(prefetch.memory, pairs);
+  fetch_lines(prefetch, pairs);
 }
 
 // ---- the rows of a tile
