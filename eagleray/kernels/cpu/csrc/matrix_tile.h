@@ -15,10 +15,7 @@ constexpr int64_t STEP_PAIRS = 16;
 constexpr int MATRIX_ROWS = 16;
 constexpr int64_t STEP_SIZE = MATRIX_ROWS * STEP_PAIRS * 2;  // elements of 16 rows
 constexpr int64_t PAIR_BYTES = PANEL * 4;                    // of a panel
-#ifndef NEARB
-#define NEARB 4096
-#endif
-constexpr int64_t NEAR_BYTES = NEARB;                         // distance of prefetching into the first-level cache
+constexpr int64_t NEAR_BYTES = STEP_PAIRS * PAIR_BYTES;      // distance of prefetching into the first-level cache
 
 // Registers: the sums of the lower and the upper 16 rows with both halves of the panel, the rows, and the halves. They
 // are macros because the compiler's intrinsics write them into the assembly.
