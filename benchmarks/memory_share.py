@@ -119,7 +119,7 @@ def attention_read(batch: ForwardBatch) -> Callable[[int], int]:
     )
     queries = torch.ones(rows, NUM_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     out = torch.empty_like(queries)
-    size = rows * blocks * library.er_block_elements(params) * queries.itemsize
+    size: int = rows * blocks * library.er_block_elements(params) * queries.itemsize
     if size > STRETCH_BYTES:
         raise SystemExit(f"--rows {rows} with --context needs {size >> 20} MiB of {STRETCH_BYTES >> 20}: take fewer")
 
