@@ -15,12 +15,13 @@
 #include <immintrin.h>
 #endif
 
+#include "read_memory.h"
+
 typedef float Floats __attribute__((vector_size(64)));
-typedef uint64_t Words __attribute__((vector_size(64)));
 
 namespace {
 
-constexpr int REPEAT = 3, SUMS = 16, AHEAD = 12288;
+constexpr int REPEAT = 3, SUMS = 16;
 constexpr int64_t ROUNDS = 1 << 22;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -31,17 +32,8 @@ double read_all(const char* memory, int64_t size, int threads) {
 #pragma omp parallel num_threads(threads) reduction(+ : sink)
   {
     int64_t part = size / threads / 256 * 256;
-    const char *at = memory + part * omp_get_thread_num(), *end = at + part;
-    Words sums[4] = {};
-    for (; at < end; at += 256)
-      for (int i = 0; i < 4; i++) {
-        Words words;
-        __builtin_prefetch(at + AHEAD + 64 * i);
-        std::memcpy(&words, at + 64 * i, sizeof words);
-        sums[i] ^= words;
-      }
-    for (auto& words : sums)
-      for (int i = 0; i < 8; i++) sink += words[i];
+    const char* at = memory + part * omp_get_thread_num();
+    sink += read_memory(at, at + part);
   }
   double seconds = now() - began;
   asm volatile("" ::"r"(sink));

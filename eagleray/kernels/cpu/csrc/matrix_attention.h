@@ -13,9 +13,14 @@ namespace {
 
 constexpr int64_t MATRICES = 4;  // of totals at a time: slices of keys, or vectors of features
 
-// Prefetch `pairs` pairs of a slice: 64 bytes of each.
-inline void prefetch_pairs(const Bf16* from, int64_t step, int64_t pairs) {
-  for (int64_t pair = 0; pair < pairs; pair++) __builtin_prefetch(from + pair * step);
+// Prefetch `pairs` pairs of a matrix, 64 bytes of each: `next` into the first-level cache, and `later` into the second-level
+// cache; nothing if `later` is null. A core has few places for lines on their way, so a matrix is fetched before each load
+// instead of all at once. GCC takes a function that only prefetches to have no effect, and drops calls that it has not
+// inlined.
+__attribute__((always_inline)) inline void fetch_matrix(const Bf16* next, const Bf16* later, int64_t step, int64_t pairs) {
+  if (!later) return;
+  for (int64_t pair = 0; pair < pairs; pair++) __builtin_prefetch(later + pair * step, 0, 2);
+  for (int64_t pair = 0; pair < pairs; pair++) __builtin_prefetch(next + pair * step);
 }
 
 // scores [rows][MATRICES slices] = queries . keys; `step` is the distance between pairs of features. rows: at most 16.
@@ -28,15 +33,21 @@ inline void multiply_keys(const Bf16* queries, int64_t rows, const Bf16* const* 
   _tile_zero(TOTALS_2);
   _tile_zero(TOTALS_3);
   for (int64_t feature = 0, offset = 0; feature < size; feature += 2 * STEP_PAIRS, offset += STEP_PAIRS * step) {
-    if (later)
-      for (int64_t n = 0; n < MATRICES; n++) prefetch_pairs(later[n] + offset, step, STEP_PAIRS);
+    const int64_t next = offset + STEP_PAIRS * step;  // the values follow the last keys
+    auto fetch = [&](int64_t n) __attribute__((always_inline)) {
+      fetch_matrix(keys[n] + next, later ? later[n] + offset : nullptr, step, STEP_PAIRS);
+    };
     _tile_loadd(QUERIES, queries + feature, MAX_HEAD_DIM * 2);
+    fetch(0);
     _tile_loadd(KEYS, keys[0] + offset, step * 2);
     _tile_dpbf16ps(TOTALS_0, QUERIES, KEYS);
+    fetch(1);
     _tile_loadd(KEYS, keys[1] + offset, step * 2);
     _tile_dpbf16ps(TOTALS_1, QUERIES, KEYS);
+    fetch(2);
     _tile_loadd(KEYS, keys[2] + offset, step * 2);
     _tile_dpbf16ps(TOTALS_2, QUERIES, KEYS);
+    fetch(3);
     _tile_loadd(KEYS, keys[3] + offset, step * 2);
     _tile_dpbf16ps(TOTALS_3, QUERIES, KEYS);
   }
@@ -60,16 +71,23 @@ inline void multiply_values(const Bf16* probabilities, int64_t rows, const Bf16*
   }
   for (int64_t slice = slices.begin; slice < slices.end; slice++) {
     const Bf16* from = values[slice] + feature * 2;
-    if (later)
-      for (int64_t n = 0; n < VECTORS; n++) prefetch_pairs(later[slice] + (feature + n * LANES) * 2, step, LANES / 2);
+    const Bf16* next = values[std::min(slice + 1, slices.end - 1)];
+    auto fetch = [&](int64_t n) __attribute__((always_inline)) {
+      const int64_t at = (feature + n * LANES) * 2;
+      fetch_matrix(next + at, later ? later[slice] + at : nullptr, step, LANES / 2);
+    };
     _tile_loadd(PROBABILITIES, probabilities + slice * LANES, CHUNK_LANES * 2);
+    fetch(0);
     _tile_loadd(VALUES, from, step * 2);
     _tile_dpbf16ps(TOTALS_0, PROBABILITIES, VALUES);
     if (VECTORS > 1) {
+      fetch(1);
       _tile_loadd(VALUES, from + LANES * 2, step * 2);
       _tile_dpbf16ps(TOTALS_1, PROBABILITIES, VALUES);
+      fetch(2);
       _tile_loadd(VALUES, from + 2 * LANES * 2, step * 2);
       _tile_dpbf16ps(TOTALS_2, PROBABILITIES, VALUES);
+      fetch(3);
       _tile_loadd(VALUES, from + 3 * LANES * 2, step * 2);
       _tile_dpbf16ps(TOTALS_3, PROBABILITIES, VALUES);
     }

@@ -14,6 +14,8 @@ namespace eagleray {
 constexpr int64_t STEP_PAIRS = 16;
 constexpr int MATRIX_ROWS = 16;
 constexpr int64_t STEP_SIZE = MATRIX_ROWS * STEP_PAIRS * 2;  // elements of 16 rows
+constexpr int64_t PAIR_BYTES = PANEL * 4;                    // of a panel
+constexpr int64_t NEAR_BYTES = STEP_PAIRS * PAIR_BYTES;      // distance of prefetching into the first-level cache
 
 // Registers: the sums of the lower and the upper 16 rows with both halves of the panel, the rows, and the halves. They
 // are macros because the compiler's intrinsics write them into the assembly.
@@ -176,11 +178,19 @@ inline void interleave_rows(const Bf16* const* x, int64_t rows, int64_t pairs, B
   }
 }
 
+// Prefetch what belongs to `pairs` pairs: the weight's next lines into the first-level cache, where a matrix is loaded from
+// without delay, and memory that is read later into the second-level cache.
+template <class Ahead>
+inline void fetch_pairs(const char*& near, Ahead& far, int64_t pairs) {
+  for (const char* end = near + pairs * PAIR_BYTES; near < end; near += CACHE_LINE) __builtin_prefetch(near);
+  fetch_to_second_level(far, pairs);
+}
+
 // Add the products of `steps` steps to sums [rows, PANEL], or begin them.
 template <bool HAS_HIGH, class Ahead>
 inline void multiply_steps(MatrixRows x, const Bf16* weight, int64_t steps, int64_t pairs, float* sums, bool resume,
                            Ahead& prefetch) {
-  constexpr int64_t WEIGHT_BYTES = PANEL * 4, SUM_BYTES = PANEL * 4;
+  constexpr int64_t WEIGHT_BYTES = PAIR_BYTES, SUM_BYTES = PANEL * 4;
   float* upper = sums + MATRIX_ROWS * PANEL;
   if (resume) {
     _tile_loadd(LOW_FIRST, sums, SUM_BYTES);
@@ -197,11 +207,17 @@ inline void multiply_steps(MatrixRows x, const Bf16* weight, int64_t steps, int6
       _tile_zero(HIGH_SECOND);
     }
   }
+  // A core has few places for lines on their way, so a quarter of a step's lines is requested before each load.
+  const int64_t half = pairs / 2, quarter = half / 2;
+  const char* near = reinterpret_cast<const char*>(weight) + NEAR_BYTES;
   for (int64_t step = 0; step < steps; step++, x = x.from(1), weight += STEP_PAIRS * PANEL * 2) {
-    advance_by(prefetch, pairs);
+    fetch_pairs(near, prefetch, quarter);
     _tile_loadd(FIRST_HALF, weight, WEIGHT_BYTES);
+    fetch_pairs(near, prefetch, half - quarter);
     _tile_loadd(LOW_ROWS, x.low, x.row_bytes);
+    fetch_pairs(near, prefetch, quarter);
     _tile_loadd(SECOND_HALF, weight + LANES * 2, WEIGHT_BYTES);
+    fetch_pairs(near, prefetch, pairs - half - quarter);
     _tile_dpbf16ps(LOW_FIRST, LOW_ROWS, FIRST_HALF);
     _tile_dpbf16ps(LOW_SECOND, LOW_ROWS, SECOND_HALF);
     if (HAS_HIGH) {

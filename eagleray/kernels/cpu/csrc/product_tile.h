@@ -166,6 +166,13 @@ inline void advance_by(Prefetch& prefetch, int64_t pairs) {
   prefetch.from = end;
 }
 
+// The same, into the second-level cache.
+inline void fetch_to_second_level(Prefetch& prefetch, int64_t pairs) {
+  const char* end = prefetch.from + pairs * prefetch.pace;
+  for (const char* line = prefetch.from; line < end; line += CACHE_LINE) __builtin_prefetch(line, 0, 2);
+  prefetch.from = end;
+}
+
 // Whether a tile prefetches its own panel, which is read once, line by line.
 inline bool reads_once(const Prefetch& prefetch) { return prefetch.pace >= CACHE_LINE; }
 
@@ -211,16 +218,24 @@ inline void advance(PrefetchWithLines& prefetch) {
 
 inline bool reads_once(const PrefetchWithLines& prefetch) { return reads_once(prefetch.memory); }
 
-inline void advance_lines(PrefetchWithLines& prefetch, int64_t pairs) {
+// Advance the lines by `pairs` pairs of k at once.
+inline void fetch_lines(PrefetchWithLines& prefetch, int64_t pairs) {
   for (int64_t pair = 0; prefetch.pace > 0 && pair < pairs; pair++, prefetch.position += prefetch.pace)
     __builtin_prefetch(prefetch.lines[prefetch.position >> 16], 0, 2);
 }
+
 inline void advance_by(PrefetchWithLines& prefetch, int64_t pairs) {
   advance_by(prefetch.memory, pairs);
-  advance_lines(prefetch, pairs);
+  fetch_lines(prefetch, pairs);
 }
+
+inline void fetch_to_second_level(PrefetchWithLines& prefetch, int64_t pairs) {
+  fetch_to_second_level(prefetch.memory, pairs);
+  fetch_lines(prefetch, pairs);
+}
+
 inline const char* pass_by(PrefetchWithLines& prefetch, int64_t pairs) {
-  advance_lines(prefetch, pairs);
+  fetch_lines(prefetch, pairs);
   return pass_by(prefetch.memory, pairs);
 }
 
