@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagleray.kernels.decode_table import DecodeTable
 from eagleray.kernels.forward_batch import DeviceNumbers, Int32Array
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.messages.arrays import Array
@@ -45,7 +46,14 @@ from eagleray.worker.input_batch import (
 from eagleray.worker.logprobs import PROMPT_CHUNK_SIZE, score_prompt
 from eagleray.worker.pooler import Pooler, split_pooled
 from eagleray.worker.routed_experts import ExpertsReader
-from eagleray.worker.sampler import Sampled, SamplingStep, TokenSampler
+from eagleray.worker.sampler import (
+    NOT_FINITE,
+    HostSampler,
+    Sampled,
+    SamplingStep,
+    TokenSampler,
+    gather_sampled,
+)
 from eagleray.worker.token_relay import TokenRelay
 
 NOTHING_SAMPLED = Sampled([], [], {}, [], [])
@@ -143,6 +151,10 @@ class Runner:
         self._scored: dict[int, Int32Array] = {}
         """Token ids [num_prompt_tokens - 1, num_ids] that are scored at the positions of prompts too, by row."""
         self._wait = wait
+        self._decode_table: DecodeTable | None = None
+        """What the kernels must know to take whole steps; None if each step needs something else."""
+        if isinstance(sampler, HostSampler) and proposer is None:
+            self._decode_table = sampler.decode_table(rows)
         self._last_choices: dict[int, UnfinishedStep] = {}
         """Step that chooses the last token of each row with a grammar, while the host may not know it."""
 
@@ -151,14 +163,14 @@ class Runner:
         """Highest block id in use so far, plus 1."""
         return self._rows.num_used_blocks
 
-    @torch.inference_mode()
     def begin(self, plan: StepPlan) -> UnfinishedStep:
         """Begin the step. Raises `ExpertGroupBroken` if an engine that steps together with this one has exited: rows
         are invalid then until later plans add them again."""
         self.num_steps += 1
         self.is_stepping = True
         try:
-            return self._begin(plan)
+            self._update_rows(plan)
+            return self._decode(plan) or self._begin(plan)
         finally:
             self.is_stepping = False
 
@@ -203,8 +215,21 @@ class Runner:
                 self._rows.set_tokens(expected, _token_of_each(expected.rows, step.sampled))
         return step.arrays
 
+    def _decode(self, plan: StepPlan) -> UnfinishedStep | None:
+        """Take a step in one call of the kernels, if they have one for it: each of its rows computes its last token, and
+        the choice of the next one needs nothing from the sampler. Returns None, and has done nothing, for other
+        steps."""
+        has_more = plan.drafts or plan.capture_rows or plan.is_idle or len(plan.rows) != plan.total_num_tokens
+        if self._decode_table is None or has_more:
+            return None
+        token_ids = self._model.decode(plan.rows, self._cache, self._decode_table)
+        if token_ids is None:
+            return None
+        failed = {index: NOT_FINITE for index, token_id in enumerate(token_ids) if token_id < 0}
+        return UnfinishedStep(plan, sampled=gather_sampled(plan.rows, token_ids, {}, failed, None))
+
+    @torch.inference_mode()
     def _begin(self, plan: StepPlan) -> UnfinishedStep:
-        self._update_rows(plan)
         if self._relay is not None:
             self._relay.catch_up(np.array(plan.rows, dtype=np.int64))
         inputs = build_inputs(plan, self._rows, self._sampler.last_tokens)
