@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagleray.kernels.cpu.abi import CStruct, abi
@@ -17,37 +16,51 @@ class NativeDecoder:
     """Takes the decode steps of a program, whose pass `step` describes, with a head and a table of requests."""
 
     def __init__(
-        self, library: ctypes.CDLL, step: CStruct, head: NativeLinear, table: DecodeTable, *, num_threads: int
+        self,
+        library: ctypes.CDLL,
+        step: CStruct,
+        head: NativeLinear,
+        table: DecodeTable,
+        *,
+        pass_threads: Callable[[int], int],
+        num_threads: int,
     ) -> None:
+        """`pass_threads` returns the number of threads that compute a pass of some tokens; the rest of a step takes at
+        most `num_threads`."""
         self.head = head
         self.table = table
-        """Owner of the memory that `step` points to."""
-        self._run = library.er_decode
+        """Owner of memory that `step` points to."""
+        self._decode = library.er_decode
         self._step = step
         self._step.table = _c_table(table)
         self._step.head = head.c_product()
+        self._pass_threads = pass_threads
         self._num_threads = num_threads
-        self._capacity = 0
+        self._num_rows = self._max_context = 0
         self._rows: Any = None
         self._next: Any = None
-        self._threads = cache(self._find_threads)
 
-    def decode(self, rows: Sequence[int], pass_threads: int, max_context: int) -> list[int] | None:
-        """See `Forward.decode`. The program has memory for that many rows and for contexts of `max_context` tokens."""
+    def decode(self, rows: Sequence[int], max_context: int) -> list[int] | None:
+        """See `Forward.decode`. The program has memory for that many rows, in contexts of `max_context` tokens."""
         num_rows = len(rows)
-        if num_rows > self._capacity:
-            self._capacity = num_rows
-            self._rows, self._next = ((ctypes.c_int64 * num_rows)() for _ in range(2))
-        step = self._step
-        step.max_context = max_context
-        step.head.y = self.head.reserve(num_rows)
-        self._rows[:num_rows] = rows
-        is_done = self._run(step, self._rows, num_rows, self._next, pass_threads, *self._threads(num_rows))
-        return self._next[:num_rows] if is_done else None
+        if num_rows != self._num_rows or max_context != self._max_context:
+            self._prepare(num_rows, max_context)
+        self._rows[:] = rows
+        if not self._decode(self._step, self._rows, num_rows, self.head.reserve(num_rows), self._next):
+            return None
+        token_ids: list[int] = self._next[:]
+        return token_ids
 
-    def _find_threads(self, num_rows: int) -> tuple[int, int, int]:
-        num_logits, most = num_rows * self.head.size, self._num_threads
-        return self.head.threads(num_rows), ranking_threads(num_logits, most), draw_threads(num_logits, most)
+    def _prepare(self, num_rows: int, max_context: int) -> None:
+        """Set what is the same for all steps of `num_rows` rows."""
+        self._num_rows, self._max_context = num_rows, max_context
+        self._rows, self._next = (ctypes.c_int64 * num_rows)(), (ctypes.c_int64 * num_rows)()
+        step, num_logits = self._step, num_rows * self.head.size
+        step.max_context = max_context
+        step.pass_threads = self._pass_threads(num_rows)
+        step.head_threads = self.head.threads(num_rows)
+        step.ranking_threads = ranking_threads(num_logits, self._num_threads)
+        step.draw_threads = draw_threads(num_logits, self._num_threads)
 
 
 def _c_table(table: DecodeTable) -> CStruct:

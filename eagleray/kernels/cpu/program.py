@@ -183,26 +183,26 @@ class CpuProgram(Program):
     def decode(self, rows: Sequence[int], head: LinearWeight, table: DecodeTable) -> list[int] | None:
         if not self._is_one_call:
             return None
-        num_rows = len(rows)
-        if num_rows > self._capacity:
-            self._grow(num_rows)
-        if self._decoder is None or self._decoder.head is not head or self._decoder.table is not table:
-            assert isinstance(head, NativeLinear)
-            self._decoder = NativeDecoder(
-                self._library, self._c_decode(), head, table, num_threads=self._num_threads
-            )
-        return self._decoder.decode(rows, self._threads(num_rows), self._max_context)
+        if len(rows) > self._capacity:
+            self._grow(len(rows))
+        decoder = self._decoder
+        if decoder is None or decoder.head is not head or decoder.table is not table:
+            self._decoder = decoder = self._make_decoder(head, table)
+        return decoder.decode(rows, self._max_context)
 
-    def _c_decode(self) -> CStruct:
-        """Return the part of the arguments of a decode step that is this program."""
+    def _make_decoder(self, head: LinearWeight, table: DecodeTable) -> NativeDecoder:
+        assert isinstance(head, NativeLinear)
         (segment,) = self._segments
-        return abi.CDecode(
+        step = abi.CDecode(
             dtype=int(self._dtype == torch.bfloat16),
             ops=segment.ops,
             num_ops=segment.count,
             buffers=self._buffers,
             batch=ctypes.pointer(self._batch),
             hidden=self._numbers[self._result],
+        )
+        return NativeDecoder(
+            self._library, step, head, table, pass_threads=self._threads, num_threads=self._num_threads
         )
 
     def _threads(self, num_tokens: int) -> int:

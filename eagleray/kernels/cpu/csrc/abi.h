@@ -486,24 +486,27 @@ typedef struct {
 
 typedef struct {
   int64_t dtype;
-  const COp* ops;        // the whole pass
+  const COp* ops;           // the whole pass
   int64_t num_ops;
   const CBuffer* buffers;
-  CBatch* batch;         // what depends on the rows is overwritten
-  int64_t max_context;   // positions that `batch` has memory for
-  int64_t hidden;        // number of the buffer with the hidden states that the pass ends with
-  CProduct head;         // maps them to logits: y [most rows, n], contiguous. x and num_rows are overwritten
+  CBatch* batch;            // what depends on the rows is overwritten
+  int64_t max_context;      // positions that `batch` has memory for
+  int64_t hidden;           // number of the buffer with the hidden states that the pass ends with
+  CProduct head;            // maps them to logits. x, num_rows and y are overwritten
+  int64_t pass_threads;
+  int64_t head_threads;
+  int64_t ranking_threads;
+  int64_t draw_threads;
   CDecodeTable table;
 } CDecode;
 
 // Compute the last token of each of `rows` [num_rows], none of them twice, and choose the next one: that of the highest
 // logit, or a draw from all tokens. It becomes the row's last known token.
 //
-// next: [num_rows] the chosen tokens; -1 where no logit is the highest or it is not finite, and the row gets token 0.
+// logits: float [num_rows, n of the head], memory for them; next: [num_rows] the chosen tokens; -1 where no logit is the highest or it is not finite, and the row gets token 0.
 // Returns 0, and has changed nothing, if a row computes another token or chooses in another way, or if there is too
 // little memory for its context; else 1.
-int er_decode(const CDecode* step, const int64_t* rows, int64_t num_rows, int64_t* next, int pass_threads,
-              int head_threads, int ranking_threads, int draw_threads);
+int er_decode(const CDecode* step, const int64_t* rows, int64_t num_rows, float* logits, int64_t* next);
 
 // The hash of this file, as of the time when the library was compiled.
 const char* er_abi_fingerprint(void);

@@ -110,25 +110,23 @@ void draw_some(const Rows& own, const float* logits, int64_t size, const float* 
 
 using namespace eagleray;
 
-extern "C" int er_decode(const CDecode* step, const int64_t* rows, int64_t num_rows, int64_t* next, int pass_threads,
-                         int head_threads, int ranking_threads, int draw_threads) {
+extern "C" int er_decode(const CDecode* step, const int64_t* rows, int64_t num_rows, float* logits, int64_t* next) {
   const CDecodeTable& table = step->table;
   Rows own{table, rows, num_rows};
   if (!serves(*step, own)) return 0;
   DecodeBatch batch(own);
   batch.set(*step->batch);
-  er_run(int(step->dtype), step->ops, step->num_ops, step->buffers, step->batch, pass_threads);
+  er_run(int(step->dtype), step->ops, step->num_ops, step->buffers, step->batch, int(step->pass_threads));
   CProduct head = step->head;
   const CBuffer& hidden = step->buffers[step->hidden];
-  head.x = hidden.memory, head.x_stride = hidden.stride, head.num_rows = num_rows;
-  er_multiply(&head, 1, int(step->dtype), head_threads);
-  const float* logits = static_cast<const float*>(head.y);
+  head.x = hidden.memory, head.x_stride = hidden.stride, head.num_rows = num_rows, head.y = logits;
+  er_multiply(&head, 1, int(step->dtype), int(step->head_threads));
   auto highest = allocate<float>(num_rows);
   auto scratch = allocate<int64_t>(divide_up(ranking_scratch_size(num_rows, head.n), sizeof(int64_t)));
-  run_team(ranking_threads, [&](Team& team) {
+  run_team(int(step->ranking_threads), [&](Team& team) {
     argmax(team, logits, head.n, num_rows, head.n, next, highest.get(), scratch.get());
   });
-  draw_some(own, logits, head.n, highest.get(), next, draw_threads);
+  draw_some(own, logits, head.n, highest.get(), next, int(step->draw_threads));
   for (int64_t i = 0; i < num_rows; i++) {
     int64_t row = rows[i];
     if (!std::isfinite(highest[i])) next[i] = -1;
