@@ -101,9 +101,7 @@ class Forward(Protocol):
         previous pipeline stage."""
         ...
 
-    def decode(
-        self, rows: Sequence[int], cache: KVCache, head: OperationWithWeights, table: DecodeTable
-    ) -> list[int] | None:
+    def decode(self, rows: Sequence[int], cache: KVCache, head: Operation, table: DecodeTable) -> list[int] | None:
         """Compute the last known token of each of `rows`, without duplicates, and append the next one to its row in
         `table`: the token of the highest logit, or a draw from all tokens, the same to the last bit as by a pass, the
         head and a `Ranking`. Returns these tokens, -1 for a row without a finite highest logit, which gets token 0.

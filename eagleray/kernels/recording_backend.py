@@ -23,6 +23,7 @@ from eagleray.kernels.backend import (
     ExpertProducts,
     Forward,
     KernelBackend,
+    Operation,
     OperationWithWeights,
 )
 from eagleray.kernels.decode_table import DecodeTable
@@ -288,9 +289,7 @@ class RecordedForward(Forward):
         hidden = x if isinstance(x, Tensor) else None
         return self.program(cache, size=None if hidden is None else hidden.shape[1]).run(hidden, batch)
 
-    def decode(
-        self, rows: Sequence[int], cache: KVCache, head: OperationWithWeights, table: DecodeTable
-    ) -> list[int] | None:
+    def decode(self, rows: Sequence[int], cache: KVCache, head: Operation, table: DecodeTable) -> list[int] | None:
         assert isinstance(head, RecordedLinear)
         return self.program(cache, size=None).decode(rows, head.weight, table)
 

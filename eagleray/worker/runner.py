@@ -146,7 +146,7 @@ class Runner:
         self._wait = wait
         self._decode_table: DecodeTable | None = None
         """What the kernels must know to take whole steps; None if each step needs something else."""
-        if isinstance(sampler, HostSampler) and proposer is None:
+        if isinstance(sampler, HostSampler) and self._relay is None and proposer is None:
             self._decode_table = sampler.decode_table(rows)
         self._last_choices: dict[int, UnfinishedStep] = {}
         """Step that chooses the last token of each row with a grammar, while the host may not know it."""
@@ -157,8 +157,8 @@ class Runner:
         return self._rows.num_used_blocks
 
     def begin(self, plan: StepPlan) -> UnfinishedStep | StepResult:
-        """Begin the step, or take it at once and return its result. Raises `ExpertGroupBroken` if an engine that steps together with this one has exited: rows
-        are invalid then until later plans add them again."""
+        """Begin the step, or take it at once and return its result. Raises `ExpertGroupBroken` if an engine that steps
+        together with this one has exited: rows are invalid then until later plans add them again."""
         self.num_steps += 1
         self.is_stepping = True
         try:
@@ -209,20 +209,19 @@ class Runner:
         return step.arrays
 
     def _decode(self, plan: StepPlan) -> StepResult | None:
-        """Take a step in one call of the kernels, if they have one for it: each of its rows computes its last token, and
-        the choice of the next one needs nothing from the sampler. Returns None, and has done nothing, for other
-        steps."""
-        has_more = plan.drafts or plan.capture_rows or plan.is_idle or len(plan.rows) != plan.total_num_tokens
+        """Take a step by one call of the kernels, if they have one for it: each row computes its last token, and the
+        choice of the next one needs nothing from the sampler. Returns None, and has done nothing, for other steps."""
+        has_more = plan.drafts or plan.capture_rows or plan.is_idle or plan.total_num_tokens != len(plan.rows)
         if self._decode_table is None or has_more:
             return None
-        token_ids = self._model.decode(plan.rows, self._cache, self._decode_table)
+        rows, failures = plan.rows, []
+        token_ids = self._model.decode(rows, self._cache, self._decode_table)
         if token_ids is None:
             return None
-        rows, failures = plan.rows, []
         if min(token_ids) < 0:
-            failures = [RowFailure(row, NOT_FINITE) for row, token_id in zip(rows, token_ids, strict=True) if token_id < 0]
-            rows = [row for row, token_id in zip(rows, token_ids, strict=True) if token_id >= 0]
-            token_ids = [token_id for token_id in token_ids if token_id >= 0]
+            failures = [RowFailure(row, NOT_FINITE) for row, token in zip(rows, token_ids, strict=True) if token < 0]
+            rows = [row for row, token in zip(rows, token_ids, strict=True) if token >= 0]
+            token_ids = [token for token in token_ids if token >= 0]
         return StepResult(step=plan.step, rows=rows, token_ids=token_ids, failures=failures, any_engine_busy=True)
 
     @torch.inference_mode()
