@@ -355,7 +355,8 @@ class Model(ABC):
         """Compute the last known token of each of `rows` and choose the next one in one call, see `Forward.decode`.
         Returns None, and changes nothing, if that takes `begin_step`, `forward` and `logits`, as it always does with
         other ranks or adapters."""
-        if not self._decodes_alone or self.adapters is not None or self._vocabulary.head is None:
+        has_more = self.adapters is not None or self.rebalancer is not None
+        if not self._decodes_alone or has_more or self._vocabulary.head is None:
             return None
         return self._run.decode(rows, cache, self._vocabulary.head, table)
 

@@ -503,9 +503,9 @@ typedef struct {
 // Compute the last token of each of `rows` [num_rows], none of them twice, and choose the next one: that of the highest
 // logit, or a draw from all tokens. It becomes the row's last known token.
 //
-// logits: float [num_rows, n of the head], memory for them; next: [num_rows] the chosen tokens; -1 where no logit is the highest or it is not finite, and the row gets token 0.
-// Returns 0, and has changed nothing, if a row computes another token or chooses in another way, or if there is too
-// little memory for its context; else 1.
+// logits: [num_rows, n of the head] memory for them; next: [num_rows] the chosen tokens, -1 for a row whose highest logit
+// is not finite, which gets token 0. Returns 0, and changes nothing, if a row computes another token or chooses in another
+// way, or if there is too little memory for its context; else 1.
 int er_decode(const CDecode* step, const int64_t* rows, int64_t num_rows, float* logits, int64_t* next);
 
 // The hash of this file, as of the time when the library was compiled.
