@@ -1,4 +1,4 @@
-"""Steps by one call of the kernels, against the same steps by their parts: equal tokens, log-probabilities and caches."""
+"""Steps by one call of the kernels, against steps by their parts: equal tokens, log-probabilities and caches."""
 
 from __future__ import annotations
 
