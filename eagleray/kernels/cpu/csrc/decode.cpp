@@ -42,6 +42,7 @@ bool serves(const CDecode& step, const Rows& own) {
   for (int64_t i = 0; i < own.count; i++) {
     int64_t row = own.rows[i], num_tokens = table.num_tokens[row], features = table.features[row];
     if (table.num_computed[row] + 1 != num_tokens || num_tokens > step.max_context) return false;
+    if (num_tokens >= table.token_stride) return false;  // no room for another token
     bool draws_from_all = features == table.random && table.top_k[row] >= step.head.n && table.top_p[row] >= 1;
     if (features && !draws_from_all) return false;
   }
