@@ -162,7 +162,7 @@ class Executor:
         deadline = time.monotonic() + seconds
         try:
             while len(replies) < len(ranks):
-                if until is not None and any(until(body) for body in replies.values()):
+                if until is not None and replies and any(until(body) for body in replies.values()):
                     break
                 reply = self._group.receive(max(0.0, deadline - time.monotonic()))
                 if reply is not None:

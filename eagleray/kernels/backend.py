@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.adapters import AdapterSite, AdapterTable
+from eagleray.kernels.decode_table import DecodeTable
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
@@ -99,6 +100,14 @@ class Forward(Protocol):
         """Return the hidden states of a batch, given its token ids [num_tokens], or the hidden states sent by the
         previous pipeline stage."""
         ...
+
+    def decode(self, rows: Sequence[int], cache: KVCache, head: Operation, table: DecodeTable) -> list[int] | None:
+        """Compute the last known token of each of `rows`, without duplicates, and append the next one to its row in
+        `table`: the token of the highest logit, or a draw from all tokens, the same to the last bit as by a pass, the
+        head and a `Ranking`. Returns these tokens, -1 for a row without a finite highest logit, which gets token 0.
+        Returns None, and changes nothing, if a row needs anything else or the backend cannot do it.
+        """
+        return None
 
     def num_bytes(self, cache: KVCache, limits: PassLimits, *, size: int | None) -> int | None:
         """Return the memory that batches within `limits` take, apart from temporary tensors of Python functions; None

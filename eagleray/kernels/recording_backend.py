@@ -23,8 +23,10 @@ from eagleray.kernels.backend import (
     ExpertProducts,
     Forward,
     KernelBackend,
+    Operation,
     OperationWithWeights,
 )
+from eagleray.kernels.decode_table import DecodeTable
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
@@ -73,6 +75,10 @@ class Program(Protocol):
         """Compute a batch, from the hidden states `x` if the pass begins with them. Returns [num_tokens, features],
         which the next run may overwrite."""
         ...
+
+    def decode(self, rows: Sequence[int], head: LinearWeight, table: DecodeTable) -> list[int] | None:
+        """See `Forward.decode`."""
+        return None
 
 
 class RecordedLinear:
@@ -282,6 +288,10 @@ class RecordedForward(Forward):
     def __call__(self, x: Int32Array | Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         hidden = x if isinstance(x, Tensor) else None
         return self.program(cache, size=None if hidden is None else hidden.shape[1]).run(hidden, batch)
+
+    def decode(self, rows: Sequence[int], cache: KVCache, head: Operation, table: DecodeTable) -> list[int] | None:
+        assert isinstance(head, RecordedLinear)
+        return self.program(cache, size=None).decode(rows, head.weight, table)
 
     def num_bytes(self, cache: KVCache, limits: PassLimits, *, size: int | None) -> int | None:
         return self.program(cache, size=size).num_bytes(limits)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.backend import Context, HiddenStates, KernelBackend, KernelUnavailable
+from eagleray.kernels.decode_table import DecodeTable
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
 from eagleray.kernels.inference import inference_mode
@@ -102,6 +103,8 @@ class Model(ABC):
         self.adapters: ModelAdapters | None = None
         """Slots for adapters, once `enable_adapters` was called."""
         self._any_engine_busy = False
+        shares_experts = experts is not None and (experts.spans_engines or experts.dispatcher is not None)
+        self._decodes_alone = groups.mesh.world_size == 1 and not shares_experts
         self._hidden_dtype = kernels.hidden_dtype(part.dtype)
         self._kernels = kernels
         self._vocabulary = EmbeddingAndHead(part)
@@ -347,6 +350,15 @@ class Model(ABC):
             assert self.groups.stages is not None
             self.groups.stages.send_hidden(hidden.clone())  # the original may be overwritten before it is sent
         return hidden
+
+    def decode(self, rows: Sequence[int], cache: KVCache, table: DecodeTable) -> list[int] | None:
+        """Compute the last known token of each of `rows` and choose the next one in one call, see `Forward.decode`.
+        Returns None, and changes nothing, if that takes `begin_step`, `forward` and `logits`, as it always does with
+        other ranks or adapters."""
+        has_more = self.adapters is not None or self.rebalancer is not None
+        if not self._decodes_alone or has_more or self._vocabulary.head is None:
+            return None
+        return self._run.decode(rows, cache, self._vocabulary.head, table)
 
     @torch.inference_mode()
     def try_kernels(self) -> None:

@@ -25,11 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagleray.kernels.decode_table import DecodeTable
 from eagleray.kernels.forward_batch import DeviceNumbers, Int32Array
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import PromptLogprobs
-from eagleray.messages.steps import StageRoutedExperts, StepPlan, StepResult
+from eagleray.messages.steps import RowFailure, StageRoutedExperts, StepPlan, StepResult
 from eagleray.models.base import Model
 from eagleray.worker.downloads import Download, DownloadQueue, HostArray
 from eagleray.worker.draft_check import Checked, DraftCheck
@@ -45,7 +46,7 @@ from eagleray.worker.input_batch import (
 from eagleray.worker.logprobs import PROMPT_CHUNK_SIZE, score_prompt
 from eagleray.worker.pooler import Pooler, split_pooled
 from eagleray.worker.routed_experts import ExpertsReader
-from eagleray.worker.sampler import Sampled, SamplingStep, TokenSampler
+from eagleray.worker.sampler import NOT_FINITE, HostSampler, Sampled, SamplingStep, TokenSampler
 from eagleray.worker.token_relay import TokenRelay
 
 NOTHING_SAMPLED = Sampled([], [], {}, [], [])
@@ -143,6 +144,10 @@ class Runner:
         self._scored: dict[int, Int32Array] = {}
         """Token ids [num_prompt_tokens - 1, num_ids] that are scored at the positions of prompts too, by row."""
         self._wait = wait
+        self._decode_table: DecodeTable | None = None
+        """What the kernels must know to take whole steps; None if each step needs something else."""
+        if isinstance(sampler, HostSampler) and self._relay is None and proposer is None:
+            self._decode_table = sampler.decode_table(rows)
         self._last_choices: dict[int, UnfinishedStep] = {}
         """Step that chooses the last token of each row with a grammar, while the host may not know it."""
 
@@ -151,14 +156,14 @@ class Runner:
         """Highest block id in use so far, plus 1."""
         return self._rows.num_used_blocks
 
-    @torch.inference_mode()
-    def begin(self, plan: StepPlan) -> UnfinishedStep:
-        """Begin the step. Raises `ExpertGroupBroken` if an engine that steps together with this one has exited: rows
-        are invalid then until later plans add them again."""
+    def begin(self, plan: StepPlan) -> UnfinishedStep | StepResult:
+        """Begin the step, or take it at once and return its result. Raises `ExpertGroupBroken` if an engine that steps
+        together with this one has exited: rows are invalid then until later plans add them again."""
         self.num_steps += 1
         self.is_stepping = True
         try:
-            return self._begin(plan)
+            self._update_rows(plan)
+            return self._decode(plan) or self._begin(plan)
         finally:
             self.is_stepping = False
 
@@ -203,8 +208,24 @@ class Runner:
                 self._rows.set_tokens(expected, _token_of_each(expected.rows, step.sampled))
         return step.arrays
 
+    def _decode(self, plan: StepPlan) -> StepResult | None:
+        """Take a step by one call of the kernels, if they have one for it: each row computes its last token, and the
+        choice of the next one needs nothing from the sampler. Returns None, and has done nothing, for other steps."""
+        has_more = plan.drafts or plan.capture_rows or plan.is_idle or plan.total_num_tokens != len(plan.rows)
+        if self._decode_table is None or has_more:
+            return None
+        rows, failures = plan.rows, []
+        token_ids = self._model.decode(rows, self._cache, self._decode_table)
+        if token_ids is None:
+            return None
+        if min(token_ids) < 0:
+            failures = [RowFailure(row, NOT_FINITE) for row, token in zip(rows, token_ids, strict=True) if token < 0]
+            rows = [row for row, token in zip(rows, token_ids, strict=True) if token >= 0]
+            token_ids = [token for token in token_ids if token >= 0]
+        return StepResult(step=plan.step, rows=rows, token_ids=token_ids, failures=failures, any_engine_busy=True)
+
+    @torch.inference_mode()
     def _begin(self, plan: StepPlan) -> UnfinishedStep:
-        self._update_rows(plan)
         if self._relay is not None:
             self._relay.catch_up(np.array(plan.rows, dtype=np.int64))
         inputs = build_inputs(plan, self._rows, self._sampler.last_tokens)
@@ -238,6 +259,19 @@ class Runner:
         return step
 
     def _update_rows(self, plan: StepPlan) -> None:
+        if plan.freed_rows or plan.new_rows:
+            self._replace_rows(plan)
+        for row, block_ids in plan.new_blocks:
+            self._rows.append_blocks(row, block_ids)
+            if self._proposer is not None:
+                self._proposer.add_blocks(block_ids)
+        for row, token_ids in plan.settled_rows:
+            self._rows.settle_drafts(row, token_ids)
+        for row, token_ids in plan.drafts.items():
+            self._rows.put_drafts(row, token_ids)
+
+    @torch.inference_mode()
+    def _replace_rows(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
             self._sampler.free_row(row)
             self._last_choices.pop(row, None)
@@ -255,14 +289,6 @@ class Runner:
                 self._prompt_logprobs[new.row] = (new.sampling.prompt_logprobs, new.prompt_logprobs_from)
                 if new.sampling.prompt_logprob_token_ids:
                     self._scored[new.row] = np.array(new.sampling.prompt_logprob_token_ids, dtype=np.int32)
-        for row, block_ids in plan.new_blocks:
-            self._rows.append_blocks(row, block_ids)
-            if self._proposer is not None:
-                self._proposer.add_blocks(block_ids)
-        for row, token_ids in plan.settled_rows:
-            self._rows.settle_drafts(row, token_ids)
-        for row, token_ids in plan.drafts.items():
-            self._rows.put_drafts(row, token_ids)
 
     def _read_experts(self, step: UnfinishedStep, inputs: StepInputs) -> Array | Tensor | None:
         """Return the routed experts of the rows `capture_rows` of the plan, on the ranks that report them, and note the

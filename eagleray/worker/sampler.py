@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from eagleray.grammars.matcher import Matcher, mask_words
+from eagleray.kernels.decode_table import DecodeTable
 from eagleray.kernels.forward_batch import Int32Array
 from eagleray.kernels.inference import inference_mode
 from eagleray.kernels.ranking import Ranking
@@ -28,8 +29,9 @@ from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import RowFailure
 from eagleray.worker.downloads import HostArray
 from eagleray.worker.grammar_rows import GrammarRows, PendingMasks
+from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.logprobs import RAW_LOGPROBS, ScoreKind, sample_logprobs
-from eagleray.worker.random_sampler import RandomSampler, uniform
+from eagleray.worker.random_sampler import FEW, RandomSampler, uniform
 from eagleray.worker.sampling_state import SamplingFeature, SamplingState
 from eagleray.worker.token_table import IntArray
 
@@ -222,6 +224,26 @@ class HostSampler(TokenSampler[HostPlan]):
         """Make the buffers of draws on a GPU, whose cache is sized afterwards. There is nothing to compile."""
         if self._device.type == "cuda":
             self._random = self._make_random()
+
+    def decode_table(self, rows: InputBatch) -> DecodeTable:
+        """Return the table by which the kernels choose tokens that need nothing from this sampler. `rows`: those that
+        it samples for."""
+        state = self._state
+        return DecodeTable(
+            token_ids=rows.token_ids,
+            num_tokens=rows.num_tokens,
+            num_computed=rows.num_computed,
+            block_table=rows.block_table,
+            block_size=rows.block_size,
+            features=state.use,
+            # a vocabulary of few tokens is drawn from as with a small top_k
+            random=SamplingFeature.RANDOM if state.vocab_size > FEW else 0,
+            streams=state.streams,
+            temperature=state.temperature,
+            min_p=state.min_p,
+            top_k=state.top_k,
+            top_p=state.top_p,
+        )
 
     def prepare(self, rows: IntArray, positions: IntArray) -> HostPlan:
         grammars = self._grammars

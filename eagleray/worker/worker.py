@@ -319,7 +319,7 @@ class ServingWorker:
             on_open=lambda: self._prepare_update(config.execution),
         )
 
-    def begin(self, plan: StepPlan) -> UnfinishedStep | StepBroken:
+    def begin(self, plan: StepPlan) -> UnfinishedStep | StepResult | StepBroken:
         """Begin the step. The exit of another engine of the expert group breaks the step and leaves this worker
         intact."""
         if not self._memory.is_awake:

@@ -73,6 +73,7 @@ class NativeLinear(LinearWeight):
         self._out = torch.empty(0, self.size, dtype=dtype if is_gated else torch.float32)
         self._num_out = 0
         """Rows of `_out`."""
+        self._out_address = 0
         self._product = abi.CProduct(
             x_stride=k,
             n=n,
@@ -109,14 +110,27 @@ class NativeLinear(LinearWeight):
         x, dtype = x.contiguous(), self.dtype
         assert x.dtype == dtype and x.shape[1] == self.k
         num_rows = x.shape[0]
+        product = self.c_product()
+        product.x, product.num_rows, product.y = x.data_ptr(), num_rows, self.reserve(num_rows)
+        self._library.er_multiply(product, 1, int(dtype == torch.bfloat16), self.threads(num_rows))
+        return self._out if num_rows == self._num_out else self._out[:num_rows]
+
+    def c_product(self) -> CStruct:
+        """Return the arguments of a product that is computed at once. Its inputs are to be set, and `reserve`d memory
+        for its result. They point into this object and are overwritten by its next product."""
+        self._product.weight, self._product.bias = self.packed.data_ptr(), self._bias_address
+        return self._product
+
+    def reserve(self, num_rows: int) -> int:
+        """Return the address of memory for the result of `num_rows` rows, which the next product overwrites."""
         if num_rows > self._num_out:
             self._num_out, self._out = num_rows, torch.empty(num_rows, self.size, dtype=self._out.dtype)
-        product = self._product
-        product.x, product.num_rows, product.y = x.data_ptr(), num_rows, self._out.data_ptr()
-        product.weight, product.bias = self.packed.data_ptr(), self._bias_address
-        threads = threads_for(self.n * self.k, self.packed.nbytes, num_rows, self._num_threads)
-        self._library.er_multiply(product, 1, int(dtype == torch.bfloat16), threads)
-        return self._out if num_rows == self._num_out else self._out[:num_rows]
+            self._out_address = self._out.data_ptr()
+        return self._out_address
+
+    def threads(self, num_rows: int) -> int:
+        """Return the number of threads that compute the product of `num_rows` rows."""
+        return threads_for(self.n * self.k, self.packed.nbytes, num_rows, self._num_threads)
 
 
 class NativeEmbedding(EmbeddingTable):

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.cpu.abi import CStruct, abi
+from eagleray.kernels.cpu.decode import NativeDecoder
 from eagleray.kernels.cpu.experts import EXPERT_TOKENS, aligned
-from eagleray.kernels.cpu.linear import threads_for, weight_bits
+from eagleray.kernels.cpu.linear import NativeLinear, threads_for, weight_bits
 from eagleray.kernels.cpu.mla import MLA_TOKENS, latents_bytes, num_weights
+from eagleray.kernels.decode_table import DecodeTable
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits, power_of_two
 from eagleray.kernels.kv_cache import HUGE_PAGE_BYTES, host_zeros
-from eagleray.kernels.recording import Access, Buffers, Recording, Value
+from eagleray.kernels.recording import Access, Buffers, LinearWeight, Recording, Value
 from eagleray.kernels.recording_backend import Program
 from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import TensorParallelGroup
@@ -134,6 +136,9 @@ class CpuProgram(Program):
         self._tables = (torch.empty(0), torch.empty(0))
         self._max_context = 0
         self._scratch: list[Tensor] = []
+        # the pass from token ids to hidden states of this rank alone
+        self._is_one_call = self._source is None and tp.size == 1 and [one.host for one in self._segments] == [None]
+        self._decoder: NativeDecoder | None = None
 
     def num_bytes(self, limits: PassLimits) -> int:
         capacity, positions = _with_room(limits.num_tokens), _with_room(limits.num_positions)
@@ -164,7 +169,7 @@ class CpuProgram(Program):
             self._rows[self._numbers[self._source]][:num_tokens, : x.shape[1]].copy_(x)
         self._set_batch(batch)
         run, kind = self._library.er_run, int(self._dtype == torch.bfloat16)
-        threads = threads_for(self._num_weights, self._num_bytes, num_tokens, self._num_threads)
+        threads = self._threads(num_tokens)
         num_own = len(token_shard(num_tokens, self._tp)) if self._tp.size > 1 else num_tokens
         for segment in self._segments:
             if segment.host is not None:
@@ -174,6 +179,34 @@ class CpuProgram(Program):
             if self._metadata.num_tokens:
                 run(kind, segment.ops, segment.count, self._buffers, self._batch, threads)
         return self._view(self._result, num_tokens, num_own)
+
+    def decode(self, rows: Sequence[int], head: LinearWeight, table: DecodeTable) -> list[int] | None:
+        if not self._is_one_call:
+            return None
+        if len(rows) > self._capacity:
+            self._grow(len(rows))
+        decoder = self._decoder
+        if decoder is None or decoder.head is not head or decoder.table is not table:
+            self._decoder = decoder = self._make_decoder(head, table)
+        return decoder.decode(rows, self._max_context)
+
+    def _make_decoder(self, head: LinearWeight, table: DecodeTable) -> NativeDecoder:
+        assert isinstance(head, NativeLinear)
+        (segment,) = self._segments
+        step = abi.CDecode(
+            dtype=int(self._dtype == torch.bfloat16),
+            ops=segment.ops,
+            num_ops=segment.count,
+            buffers=self._buffers,
+            batch=ctypes.pointer(self._batch),
+            hidden=self._numbers[self._result],
+        )
+        return NativeDecoder(
+            self._library, step, head, table, pass_threads=self._threads, num_threads=self._num_threads
+        )
+
+    def _threads(self, num_tokens: int) -> int:
+        return threads_for(self._num_weights, self._num_bytes, num_tokens, self._num_threads)
 
     def _view(self, value: Value, num_tokens: int, num_own: int) -> Tensor:
         """Return the used part of the value's buffer: [num_tokens, features], or [num_own, features] of a shard."""

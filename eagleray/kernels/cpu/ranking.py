@@ -64,13 +64,13 @@ class NativeRanking(Ranking):
         arrays = [np.ascontiguousarray(array) for array in draws]
         c_draws = abi.CDraws(n, *(array.ctypes.data for array in arrays))
         memory = self._reserve(self._library.er_draw_scratch_size(n, size))
-        threads = self._num_threads if n * size > SINGLE_THREAD_DRAWS else 1
+        threads = draw_threads(n * size, self._num_threads)
         pointers = highest.data_ptr(), c_draws, out.data_ptr()
         self._library.er_draw(logits.data_ptr(), size, size, *pointers, memory, threads)
         return True
 
     def _threads(self, num_logits: int) -> int:
-        return self._num_threads if num_logits > SINGLE_THREAD_LOGITS else 1
+        return ranking_threads(num_logits, self._num_threads)
 
     def _memory(self, num_rows: int, size: int) -> int:
         return self._reserve(self._library.er_ranking_scratch_size(num_rows, size))
@@ -80,3 +80,13 @@ class NativeRanking(Ranking):
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         return self._scratch.data_ptr()
+
+
+def ranking_threads(num_logits: int, num_threads: int) -> int:
+    """Return the number of threads, at most `num_threads`, that find the highest of that many logits fastest."""
+    return num_threads if num_logits > SINGLE_THREAD_LOGITS else 1
+
+
+def draw_threads(num_logits: int, num_threads: int) -> int:
+    """Return the number of threads, at most `num_threads`, that draw from that many logits fastest."""
+    return num_threads if num_logits > SINGLE_THREAD_DRAWS else 1

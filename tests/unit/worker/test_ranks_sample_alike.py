@@ -18,7 +18,7 @@ from ranks import run_ranks, topology
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.torch.backend import TorchBackend
-from eagleray.messages.steps import StepPlan
+from eagleray.messages.steps import StepPlan, StepResult
 from eagleray.models.registry import load_model
 from eagleray.parallel.groups import Groups
 from eagleray.worker.downloads import DownloadQueue, HostDownloads
@@ -56,14 +56,17 @@ def steps_of_engine(
     plans, results = [], []
     begin, finish = Runner.begin, Runner.finish
 
-    def record_begin(runner: Runner, plan: StepPlan) -> Any:
-        plans.append(plan)
-        return begin(runner, plan)
-
-    def record_finish(runner: Runner, step: Any) -> Any:
-        result = finish(runner, step)
+    def record(result: StepResult) -> StepResult:
         results.append(dict(zip(result.rows, result.token_ids, strict=True)))
         return result
+
+    def record_begin(runner: Runner, plan: StepPlan) -> Any:
+        plans.append(plan)
+        step = begin(runner, plan)
+        return record(step) if isinstance(step, StepResult) else step
+
+    def record_finish(runner: Runner, step: Any) -> Any:
+        return record(finish(runner, step))
 
     with patch.context() as context:
         context.setattr(Runner, "begin", record_begin)

@@ -62,6 +62,9 @@ class RoutingModel:
         assert not (is_idle and num_tokens)
         return self.others_work or not is_idle
 
+    def decode(self, rows, cache, table):
+        return None
+
     def forward(self, batch, cache):
         self.num_passes += 1
         record(self.trace, experts(batch.token_ids, batch.positions, self.num_experts))

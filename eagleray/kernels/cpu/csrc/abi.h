@@ -474,5 +474,49 @@ void er_run(int dtype, const COp* ops, int64_t count, const CBuffer* buffers, co
 // Bytes of scratch that a product with adapters needs for `num_tokens` tokens.
 int64_t er_adapter_scratch_size(const CMultiply* args, int64_t num_tokens);
 
+// ---- decode steps: the pass of one token of each row, and the choice of the token behind it
+
+// The running requests by row.
+typedef struct {
+  int32_t* token_ids;          // [*, token_stride]
+  int64_t token_stride;
+  const int32_t* block_table;  // [*, table_stride] blocks of each row in order of position
+  int64_t table_stride;
+  int64_t block_size;          // tokens
+  int64_t* num_tokens;         // [*] known tokens
+  int64_t* num_computed;       // [*] the first tokens that are in the cache
+  const int64_t* features;     // [*] flags of what a row's choice takes; 0: the token of the highest logit
+  int64_t random;              // the flag of a draw, for which the following parameters are
+  const int64_t* streams;      // [*] unsigned initial states of random numbers
+  const float* temperature;    // [*] above 0
+  const double* min_p;         // [*]
+  const int64_t* top_k;        // [*] the size of the vocabulary, or fewer tokens
+  const double* top_p;         // [*] 1, or less
+} CDecodeTable;
+
+typedef struct {
+  int64_t dtype;
+  const COp* ops;           // the whole pass
+  int64_t num_ops;
+  const CBuffer* buffers;
+  CBatch* batch;            // what depends on the rows is overwritten
+  int64_t max_context;      // positions that `batch` has memory for
+  int64_t hidden;           // number of the buffer with the hidden states that the pass ends with
+  CProduct head;            // maps them to logits. x, num_rows and y are overwritten
+  int64_t pass_threads;
+  int64_t head_threads;
+  int64_t ranking_threads;
+  int64_t draw_threads;
+  CDecodeTable table;
+} CDecode;
+
+// Compute the last token of each of `rows` [num_rows], none of them twice, and choose the next one: that of the highest
+// logit, or a draw from all tokens. It becomes the row's last known token.
+//
+// logits: [num_rows, n of the head] memory for them; next: [num_rows] the chosen tokens, -1 for a row whose highest logit
+// is not finite, which gets token 0. Returns 0, and changes nothing, if a row computes another token or chooses in another
+// way, or if there is too little memory for its context; else 1.
+int er_decode(const CDecode* step, const int64_t* rows, int64_t num_rows, float* logits, int64_t* next);
+
 // The hash of this file, as of the time when the library was compiled.
 const char* er_abi_fingerprint(void);
