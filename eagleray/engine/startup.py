@@ -240,9 +240,9 @@ def _check_cache(config: Config, model: ModelLoaded, num_blocks: int, bytes_per_
     needed = _blocks_of_one_sequence(config, model)
     if num_blocks < needed:
         fits = num_blocks * config.cache.block_size
+        shorter = f"set `max_model_len` to at most {fits}, or " if fits else ""
         raise ConfigError(
-            f"the cache has room for {num_blocks} blocks, {fits} tokens, but one sequence of "
-            f"{model.max_model_len} tokens needs {needed} blocks: set `max_model_len` to at most {fits}, or give the "
-            f"cache more: `kv_cache_memory` of {-(-needed * bytes_per_block // 2**20)}MiB, or `num_kv_blocks` of "
-            f"{needed}"
+            f"the cache has room for {num_blocks} blocks, {fits} tokens, but one sequence of {model.max_model_len} "
+            f"tokens needs {needed} blocks: {shorter}give the cache more: `kv_cache_memory` of "
+            f"{-(-needed * bytes_per_block // 2**20)}MiB, or `num_kv_blocks` of {needed}"
         )

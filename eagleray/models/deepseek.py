@@ -14,6 +14,7 @@ from eagleray.models.layers.layer import WeightGroup
 from eagleray.models.layers.mla import MLAAttention
 from eagleray.models.layers.mlp import MLP
 from eagleray.models.moe.experts import MoeBlock, SharedExperts
+from eagleray.models.option_checks import DRAFT_LAYERS_FIELD
 from eagleray.models.rope_config import check_head_dim, softmax_factor
 from eagleray.models.spec import Defaults, MLASpec, ModelSpec, MoeSpec, read_common
 from eagleray.models.weights import Param
@@ -117,9 +118,7 @@ class DeepSeekV3(DeepSeek):
         spec = _read(
             config, "DeepseekV3ForCausalLM", DEEPSEEK_V3, moe, is_interleaved=is_interleaved, first_moe_layer=3
         )
-        return replace(
-            spec, num_draft_layers=config.integer("num_nextn_predict_layers", 1, minimum=0, maximum=MAX_LAYERS)
-        )
+        return replace(spec, num_draft_layers=config.integer(DRAFT_LAYERS_FIELD, 1, minimum=0, maximum=MAX_LAYERS))
 
 
 def _router(name: str, spec: ModelSpec) -> WeightGroup:

@@ -28,6 +28,7 @@ from eagleray.models.gguf_weights import GgufWeights
 from eagleray.models.loading import CheckpointWeights
 from eagleray.models.moe.layout import ExpertLayout, ExpertOptions
 from eagleray.models.moe.rebalance import Rebalancer
+from eagleray.models.option_checks import DRAFTS, check_method, no_draft_layer, no_products
 from eagleray.models.part import ModelPart
 from eagleray.models.quantization import dummy_quantizers, quantizers, stored_as
 from eagleray.models.quantized_formats.stored_format import StoredFormat
@@ -53,9 +54,6 @@ MODULES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """The module of each family, by the architecture's name in config.json. Only that of the loaded model is imported."""
-
-DRAFTS = {"DeepseekV3ForCausalLM": "deepseek_drafts"}
-"""The module that makes the layer of a checkpoint which predicts further tokens, by architecture."""
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -252,10 +250,7 @@ def _draft_layer(config: ConfigFile, spec: ModelSpec) -> tuple[type[Model], Mode
     """Return the family, the geometry and the groups of the layer that predicts further tokens. Raises `ConfigError` if
     the model has none."""
     if spec.architecture not in DRAFTS or spec.num_draft_layers == 0:
-        raise ConfigError(
-            "option `speculative_config`: the method mtp needs a layer of the checkpoint that predicts further tokens, "
-            f"but the model that {config.path} describes ({spec.architecture}) has none; take another method"
-        )
+        raise no_draft_layer(config.path, spec.architecture)
     module = import_module(f"eagleray.models.{DRAFTS[spec.architecture]}")
     spec = module.with_draft_layer(spec)
     return module.DeepSeekDrafts, spec, module.draft_groups(spec)
@@ -386,25 +381,18 @@ def _log_cache_scales(
 def _online_format(config: ConfigFile, spec: ModelSpec, quantization: str | None) -> WeightFormat | None:
     """Return the format that plain weights are to be quantized to. Raises `ConfigError` if the checkpoint has another
     format than `quantization` names."""
-    stored = None if spec.stored_format is None else spec.stored_format.method
+    stored = "fp8" if spec.fp8_block is not None else None
+    if spec.stored_format is not None:
+        stored = spec.stored_format.method
+    check_method(config.path, stored, quantization)
     if quantization is None or quantization == stored:
         return None
-    if stored is not None:
-        raise ConfigError(
-            f"option `quantization`: {quantization} is not the format of the checkpoint: {config.path} says that its "
-            f"weights are stored as {stored}, which is kept; drop it or take {stored}"
-        )
-    if quantization not in tuple(WeightFormat):
-        raise ConfigError(
-            f"option `quantization`: {quantization} is a format of checkpoints, but {config.path} does not describe "
-            "one; drop it, or take fp8, int8 or int4 to quantize the weights when they are loaded"
-        )
     return WeightFormat(quantization)
 
 
 def _online_formats(spec: ModelSpec, kernels: KernelBackend) -> list[WeightFormat]:
     """Return the formats that plain weights can be quantized to when they are loaded."""
-    if spec.is_mxfp4 or spec.stored_format is not None:
+    if stored_as(spec) is not None:
         return []
     return sorted(kernels.kept_formats - {WeightFormat.MXFP4})
 
@@ -423,11 +411,7 @@ def _check_quantization(
             f"option `quantization`: {config.path} says that the experts are stored as mxfp4, which is kept; drop it"
         )
     if online not in _online_formats(spec, kernels):
-        raise ConfigError(
-            f"option `quantization`: the kernels for {_name(dtype)} on {device.type} have no products with {online} "
-            "weights; on CPUs with a C++ compiler bfloat16 has fp8, int4 and int8 (set `dtype`), on GPUs Triton's "
-            "kernels have fp8"
-        )
+        raise no_products(online, _name(dtype), f" on {device.type}")
 
 
 def _cache_refusal(spec: ModelSpec, device: torch.device, kv_cache_dtype: str) -> ConfigError:

@@ -7,6 +7,7 @@ equally many heads and inner features, and the matching columns of the weight th
 from __future__ import annotations
 
 from eagleray.errors import ConfigError
+from eagleray.models.option_checks import check_num_stages
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.mesh import Mesh
@@ -43,12 +44,8 @@ def features(heads: range, head_dim: int) -> range:
 
 def check_fits(spec: ModelSpec, mesh: Mesh, *, has_whole_experts: bool = False) -> None:
     """Raise `ConfigError` if the model cannot be divided over this mesh. `has_whole_experts`: experts are not cut."""
-    tp, pp = mesh.tp_size, mesh.pp_size
-    if pp > spec.num_layers:
-        raise ConfigError(
-            f"option `pipeline_parallel_size`: {pp} stages are more than the model's {spec.num_layers} layers; at most "
-            f"{spec.num_layers} fit"
-        )
+    tp = mesh.tp_size
+    check_num_stages(spec.num_layers, mesh.pp_size)
     for misfit in _misfits(spec, tp, has_whole_experts):
         sizes = range(1, spec.num_heads + 1)
         fits = ", ".join(str(size) for size in sizes if not _misfits(spec, size, has_whole_experts))

@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
+from eagleray.config.build import build_config
 from eagleray.config.sections import ModelConfig
 from eagleray.engine_args import EngineArgs
 from eagleray.errors import CheckpointError, ConfigError
-from eagleray.preflight import checked_model
+from eagleray.preflight import checked_config, checked_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
 
@@ -130,3 +131,68 @@ def test_checked_model_unknown_format_of_answers_is_refused(option, directory):
     write_config(directory)
     with pytest.raises(ConfigError, match=rf"{option}`?: there is no format 'my_format'; use auto, none or one of"):
         checked_model(ModelConfig(model=str(directory), **{option: "my_format"}))
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "problem"),
+    [
+        ({}, {"quantization": "gptq"}, r"`quantization`: gptq is a format of checkpoints, but .*config\.json does not"),
+        ({"quantization_config": GPTQ}, {"quantization": "int8"}, "are stored as gptq, which is kept; drop it or take"),
+        (
+            {"quantization_config": FP8},
+            {"quantization": "int4"},
+            "are stored as fp8, which is kept; drop it or take fp8",
+        ),
+        (
+            {},
+            {"quantization": "int4", "dtype": "half"},
+            "`quantization`: the kernels for half have no products with int4",
+        ),
+        (
+            {},
+            {"kv_cache_dtype": "int8", "dtype": "float16"},
+            "`kv_cache_dtype`: no kernel for float16 has a cache of int8",
+        ),
+        ({}, {"speculative_config": {"method": "mtp"}}, r"mtp needs a layer .*\(LlamaForCausalLM\) has none"),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 0},
+            {"speculative_config": {"method": "mtp"}},
+            r"mtp needs a layer .*\(DeepseekV3ForCausalLM\) has none",
+        ),
+        ({}, {"pipeline_parallel_size": 5}, "`pipeline_parallel_size`: 5 stages are more than the model's 4 layers"),
+        ({}, {"num_kv_blocks": 62}, "62 means room for 992 tokens, but one sequence of 1000 tokens needs 63 blocks"),
+    ],
+)
+def test_checked_config_options_that_no_engine_could_have_are_refused(fields, options, problem, directory):
+    write_config(directory, **{"max_position_embeddings": 1000, "num_hidden_layers": 4, **fields})
+    with pytest.raises(ConfigError, match=problem):
+        checked_config(build_config(model=str(directory), **options))
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"quantization_config": GPTQ}, {"quantization": "gptq"}),
+        ({"quantization_config": FP8}, {"quantization": "fp8", "dtype": "float16"}),
+        ({}, {"quantization": "int4", "kv_cache_dtype": "int8", "pipeline_parallel_size": 4, "num_kv_blocks": 63}),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, {"speculative_config": {"method": "mtp"}}),
+        ({"architectures": ["Unknown"]}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+        ({}, {"num_kv_blocks": 1, "max_model_len": "auto"}),
+    ],
+)
+def test_checked_config_options_that_an_engine_may_have_are_kept(fields, options, directory):
+    write_config(directory, **{"max_position_embeddings": 1000, "num_hidden_layers": 4, **fields})
+    config = build_config(model=str(directory), **options)
+    assert checked_config(config) == config
+
+
+def test_checked_config_draft_model_quantization_names_the_draft_model(directory):
+    write_config(directory, max_position_embeddings=1000)
+    drafts = {"model": str(directory), "num_speculative_tokens": 3, "quantization": "awq"}
+    config = build_config(model=str(directory), speculative_config=drafts)
+    with pytest.raises(ConfigError, match=rf"the draft model {directory} .*`quantization`: awq is a format"):
+        checked_config(config)

@@ -10,6 +10,7 @@ import platform
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from eagleray.config.environment import build_settings
 from eagleray.kernels.cpu.abi import CInterface
 from eagleray.kernels.cpu.build import cache as build_cache
 from eagleray.kernels.cpu.build import library as native
-from eagleray.kernels.cpu.build.compiler import find_compiler
+from eagleray.kernels.cpu.build.compiler import Compiler, compile_library, find_compiler
 from eagleray.kernels.cpu.build.library import build, load, native_library
 from eagleray.kernels.cpu.build.openmp import NativeUnavailable, mapped_runtimes, openmp_functions
 from eagleray.kernels.cpu.build.variants import NATIVE_FLAGS, variants_of
@@ -170,6 +171,56 @@ def test_build_crashing_compiler_is_reported(source, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(script(tmp_path / "crashing-c++", "kill -SEGV $$")))
     with pytest.raises(NativeUnavailable, match=r"crashing-c\+\+ failed with `exit status -11`"):
         build([source])
+
+
+@pytest.fixture
+def slow_compiler(tmp_path) -> tuple[Compiler, Path]:
+    """A compiler that ends at once, except for slow.cpp, for which it starts a program that does not end; and a file
+    with the process id of that program."""
+    started = tmp_path / "started"
+    text = f"""case "$*" in
+    *slow.cpp*) sleep 1000 & echo $! > {started}.new; mv {started}.new {started}; wait;;
+    *) while [ ! -e {started} ]; do sleep 0.01; done;;
+    esac"""
+    return Compiler((str(script(tmp_path / "slow-c++", text)),), (), ""), started
+
+
+def runs_on(pid_file: Path) -> bool:
+    """Whether a process was started and runs; one that has exited may wait for its new parent to reap it."""
+    if not pid_file.exists():
+        return False
+    stat_file = Path(f"/proc/{pid_file.read_text().strip()}/stat")
+    try:
+        return stat_file.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def is_gone(pid_file: Path) -> bool:
+    deadline = time.monotonic() + 60
+    while runs_on(pid_file) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not runs_on(pid_file)
+
+
+def test_compile_library_interrupted_kills_what_compilers_have_started(slow_compiler, tmp_path, monkeypatch):
+    compiler, started = slow_compiler
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+
+    def interrupt():
+        raise SystemExit(143)
+
+    with pytest.raises(SystemExit):
+        compile_library(compiler, ["fast.cpp", "slow.cpp", "later.cpp"], directory=tmp_path, on_compiled=interrupt)
+    assert is_gone(started)
+
+
+def test_compile_library_beyond_the_time_limit_is_killed(slow_compiler, tmp_path, monkeypatch):
+    compiler, started = slow_compiler
+    monkeypatch.setattr("eagleray.kernels.cpu.build.compiler.COMMAND_SECONDS", 1.0)
+    with pytest.raises(NativeUnavailable, match=r"took longer than 1 s: .*slow\.cpp"):
+        compile_library(compiler, ["slow.cpp"], directory=tmp_path)
+    assert is_gone(started)
 
 
 def test_find_compiler_clang_is_passed_over(tmp_path, monkeypatch):

@@ -193,6 +193,10 @@ def test_load_model_quantization_of_fp8_checkpoint_changes_nothing(backends, tmp
     small, _ = write_fp8_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", (24, 128))
     expected = logits_in_chunks(load(small), PROMPT, 40)
     assert torch.equal(logits_in_chunks(load(small, quantization="fp8"), PROMPT, 40), expected)
+    with pytest.raises(
+        ConfigError, match=r"int4 is not the format of the checkpoint: .* are stored as fp8, which is kept"
+    ):
+        load(small, quantization="int4", dtype="bfloat16")
 
 
 def test_load_model_quantization_without_products_is_refused(tmp_path):

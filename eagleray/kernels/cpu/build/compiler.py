@@ -9,9 +9,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +34,8 @@ LINK_FLAGS = ("-shared", "-Wl,--no-undefined")
 
 ADVICE = "install GCC 10 or newer (on Debian and Ubuntu: apt install g++)"
 
-COMMAND_SECONDS = 120.0
-"""Time limit of one run of the compiler, which takes a few seconds on an idle machine."""
+COMMAND_SECONDS = 300.0
+"""Time limit of one run of the compiler, which takes up to 20 s of a core."""
 
 ERROR = re.compile(r"error:|undefined reference|cannot find")
 
@@ -92,49 +95,94 @@ def compile_library(
     """
     objects = {source: f"{source}.o" for source in sources}
     compile_one = (*compiler.command, *compiler.flags, "-c")
+    compilers = _Compilers()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        runs = [pool.submit(_run, (*compile_one, source, "-o", made), directory) for source, made in objects.items()]
+        runs = [
+            pool.submit(compilers.run, (*compile_one, source, "-o", made), directory)
+            for source, made in objects.items()
+        ]
         try:
             for run in as_completed(runs):
                 run.result()
                 on_compiled()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:  # also the exit of this process, which would wait for the threads
+            pool.shutdown(wait=False, cancel_futures=True)
+            compilers.kill()
             raise
     link = (*compiler.command, *LINK_FLAGS, *objects.values(), "-o", "linked.so")
-    _run(link, directory)
+    _Compilers().run(link, directory)
     return directory / "linked.so"
 
 
 def _probe(command: Sequence[str], flags: tuple[str, ...]) -> Compiler:
-    macros = _run((*command, *flags, "-E", "-dM", "-x", "c++", os.devnull), None)
+    macros = _Compilers().run((*command, *flags, "-E", "-dM", "-x", "c++", os.devnull), None)
     return Compiler(tuple(command), flags, macros)
 
 
-def _run(command: Sequence[str], directory: Path | None) -> str:
-    """Return the compiler's standard output. Raises `NativeUnavailable` with its first error."""
-    try:
-        done = subprocess.run(
-            command,
-            cwd=directory,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=COMMAND_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        raise NativeUnavailable(
-            f"the compiler took longer than {COMMAND_SECONDS:.0f} s: {shlex.join(command)}"
-        ) from None
-    except OSError as error:
-        raise NativeUnavailable(f"{command[0]} cannot be run ({error.strerror}): {ADVICE}") from error
-    if done.returncode != 0:
-        raise NativeUnavailable(f"{command[0]} failed with `{_first_error(done)}`: {ADVICE}, or fix CXX")
-    return done.stdout
+class _Compilers:
+    """Compilers that run at the same time. Each has a process group of its own, because it starts programs that a
+    signal for it would leave running."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._is_closed = False
+
+    def run(self, command: Sequence[str], directory: Path | None) -> str:
+        """Run a compiler and return its standard output. Raises `NativeUnavailable` with its first error."""
+        try:
+            process = self._start(command, directory)
+        except OSError as error:
+            raise NativeUnavailable(f"{command[0]} cannot be run ({error.strerror}): {ADVICE}") from error
+        with process:
+            try:
+                output, errors = process.communicate(timeout=COMMAND_SECONDS)
+            except BaseException as error:
+                _kill(process)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                words = shlex.join(command)
+                raise NativeUnavailable(f"the compiler took longer than {COMMAND_SECONDS:.0f} s: {words}") from None
+            finally:
+                with self._lock:
+                    self._running.discard(process)
+        if process.returncode != 0:
+            reason = _first_error(errors, process.returncode)
+            raise NativeUnavailable(f"{command[0]} failed with `{reason}`: {ADVICE}, or fix CXX")
+        return output
+
+    def _start(self, command: Sequence[str], directory: Path | None) -> subprocess.Popen[str]:
+        with self._lock:
+            if self._is_closed:
+                raise NativeUnavailable("the compilation was given up")
+            process = subprocess.Popen(
+                command,
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                process_group=0,
+            )
+            self._running.add(process)
+        return process
+
+    def kill(self) -> None:
+        """Kill those that run, and start no further ones."""
+        with self._lock:
+            self._is_closed = True
+            for process in self._running:
+                _kill(process)
 
 
-def _first_error(done: subprocess.CompletedProcess[str]) -> str:
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    no_error = lines[0] if lines else f"exit status {done.returncode}"
+def _kill(process: subprocess.Popen[str]) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _first_error(output: str, code: int) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    no_error = lines[0] if lines else f"exit status {code}"
     return next((line for line in lines if ERROR.search(line)), no_error)
