@@ -20,20 +20,26 @@ CHEAP_TESTS := not (slow or grid or aarch64 or $(OWN_TARGETS))
 # and each would compile the package again, which is a fifth of the processor time of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test warm quick test-slow test-all test-aarch64 test-hosts wheel gpu chaos fuzz soak compat browser docs docs-commands examples check-deploy keywords lint lint-types lint-rules clean
+.PHONY: serve test tests warm kernels quick test-slow test-all test-aarch64 test-hosts wheel gpu chaos fuzz soak compat browser docs docs-commands examples check-deploy keywords lint lint-types lint-rules clean
 
 serve: $(SERVE_READY)  ## Serve a model (MODEL=path or id, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
+# At the same time, because none keeps two cores busy: kernels are compiled while packages are installed, and then lint
+# takes what the tests leave. A failure of one shows when the others have ended.
+test:  ## Everything that must hold before a change lands.
+	$(MAKE) --no-print-directory --jobs=3 lint-types lint-rules tests
+
 # Three at a time on two cores, because end-to-end tests and those on Ray wait for processes a third of their time.
-test: $(READY)  ## Everything that must hold before a change lands.
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-rules warm
+tests: warm
 	$(BIN)/python -m pytest -n 3 -m "$(CHEAP_TESTS)"
 
-# Imports each module of the tests, which writes bytecode, and has the kernels compiled, on the core that is idle while
-# types are checked. Else every worker of pytest would do the first of these for itself, and wait for the second.
-warm: $(READY)
-	$(BIN)/python -m pytest -m "$(CHEAP_TESTS)" -k "test_normalize_in_place or test_normalize_older_processor"
+# Imports each module of the tests, which writes bytecode. Else every worker of pytest would do it for itself.
+warm: $(READY) kernels
+	$(BIN)/python -m pytest -qq --collect-only -m "$(CHEAP_TESTS)" > /dev/null || true  # shown by the tests
+
+kernels:  ## Compile the kernels that tests use, with nothing installed.
+	$(PYTHON) scripts/compile_kernels.py
 
 quick: $(READY)  ## Unit tests alone, in less than two minutes.
 	$(BIN)/python -m pytest -n 2 -m "not (slow or grid or aarch64)" tests/unit
@@ -91,14 +97,15 @@ browser: $(BROWSER_READY)  ## The live page in a headless Chromium, which must b
 lint: $(READY)  ## Types beside the other checks: they take most of the time of one core.
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-rules
 
+# Both yield to tests that run at the same time.
 lint-types: $(READY)
-	$(BIN)/mypy
+	nice $(BIN)/mypy
 
 lint-rules: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/house.py --check cycles exports names chain docstrings
+	nice $(BIN)/python scripts/house.py --check cycles exports names chain docstrings
 
 # Without bytecode: of 20,000 modules a fifth is ever imported, and compiling all takes as long as the rest of the
 # installation.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -66,6 +67,15 @@ def pytest_collection():
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session")
+def forked_programs() -> Iterator[None]:
+    """Have engines forked that this process starts; see `forked_programs`."""
+    from forked_programs import fork_server_running  # here, because most runs of unit tests start no engine
+
+    with fork_server_running():
+        yield
 
 
 class TakingTurns(LoadScopeScheduling):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forked_programs import fork_server_of_tests
 from output_chunks import addressed_chunks
 
 from eagleray.config.build import build_config
@@ -64,7 +65,9 @@ class LocalEngine:
         self._ends = ExitStack()
         self._ends.callback(remove_runtime_dir, runtime_dir := make_runtime_dir())
         try:
-            self.executor = open_executor(EngineId("test", 0), config, runtime_dir=runtime_dir)
+            self.executor = open_executor(
+                EngineId("test", 0), config, runtime_dir=runtime_dir, fork_server=fork_server_of_tests()
+            )
             self._ends.callback(self.executor.close)
             started = start_engine(config, self.executor, deadline=time.monotonic() + START_SECONDS)
         except BaseException:

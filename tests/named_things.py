@@ -10,7 +10,7 @@ import builtins
 import fnmatch
 import re
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,6 +93,10 @@ def links(text: str) -> Iterator[Link]:
             yield Link(_line(text, link.start()), link[1], link[2])
 
 
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+"""Nodes that are named by a field of their own."""
+
+
 def anchors(text: str) -> set[str]:
     """Return the anchors that code hosts give to the headings of a document."""
     found: dict[str, int] = {}
@@ -155,9 +159,11 @@ class Code:
 
     def _read_module(self, path: str, text: str) -> None:
         tree = ast.parse(text, path)
-        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        docstrings: set[int] = set()
+        for node in _walk(tree):
+            if isinstance(node, ast.Expr):
+                docstrings.add(id(node.value))  # which comes after its parent
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if id(node) not in docstrings and not path.startswith("tests/"):
                     self._words.update(re.findall(r"\w+", node.value))
                     self.flags.update(FLAG.findall(node.value))
@@ -174,7 +180,7 @@ class Code:
         self._used |= self._defined[path]
 
     def _read_class(self, node: ast.ClassDef, *, has_options: bool) -> None:
-        self._classes[node.name].update(name for child in ast.walk(node) for name in _defined(child))
+        self._classes[node.name].update(name for child in _walk(node) for name in _defined(child))
         self._bases[node.name] |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
         if has_options:
             fields = [ast.unparse(child.target) for child in node.body if isinstance(child, ast.AnnAssign)]
@@ -223,9 +229,22 @@ class Code:
         return [path for path in self._defined if path.endswith(f"/{name}.py") or f"/{name}/" in f"/{path}"]
 
 
+def _walk(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all below it, parents first. `ast.walk` takes twice the time, half of it for `Load`."""
+    nodes = deque([tree])
+    while nodes:
+        node = nodes.popleft()
+        yield node
+        for field, value in node.__dict__.items():
+            if isinstance(value, list):
+                nodes.extend([item for item in value if isinstance(item, ast.AST)])
+            elif isinstance(value, ast.AST) and field != "ctx":
+                nodes.append(value)
+
+
 def _defined(node: ast.AST) -> list[str]:
     """Return the names that a node defines: of a function, class, parameter, variable or attribute."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(node, NAMED):
         return [node.name]
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return [node.id]

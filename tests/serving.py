@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from forked_programs import ForkedProgram, fork_server_of_tests
+
+from eagleray.process.fork_server import ForksChildren, NoFork
 
 READY_SECONDS = 60.0
 END_SECONDS = 30.0
 
 
+COMMAND = (sys.executable, "-m", "eagleray.cli.main")
+
+
+def run_program(*arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run the command line of eagleray, as a fork if possible. Its standard input is empty."""
+    if (server := fork_server_of_tests()) is not None:
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr, contextlib.suppress(NoFork):
+            program = ForkedProgram(arguments, server, stdout=stdout.fileno(), stderr=stderr.fileno())
+            try:
+                code = program.wait(timeout)
+            finally:
+                program.send_signal(signal.SIGKILL)
+            written = [
+                os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode() for file in (stdout, stderr)
+            ]
+            return subprocess.CompletedProcess(arguments, code, *written)
+    return subprocess.run([*COMMAND, *arguments], input="", capture_output=True, text=True, timeout=timeout)
+
+
 class ServerProcess:
     """A running server. `url` ends in /v1; `log` is its standard error so far."""
 
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            # One thread: these models are tiny, and a machine that is busy makes threads wait for each other.
-            [sys.executable, "-m", "eagleray.cli.main", "serve", *arguments, "--port", "0", "--num-threads", "1"],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, *arguments: str, is_fresh: bool = False) -> None:
+        """`is_fresh`: the server and its engines are no forks of a process of the tests."""
+        # One thread: these models are tiny, and a machine that is busy makes threads wait for each other.
+        command = ("serve", *arguments, "--port", "0", "--num-threads", "1")
+        reader, writer = os.pipe()
+        self._lines = os.fdopen(reader)
+        self.process = _start(command, writer, None if is_fresh else fork_server_of_tests())
         self.log = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -64,15 +89,27 @@ class ServerProcess:
         return code
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as lines:
+        with self._lines as lines:
             for line in lines:
                 self.log += line
 
 
+def _start(
+    arguments: Sequence[str], stderr: int, server: ForksChildren | None
+) -> subprocess.Popen[bytes] | ForkedProgram:
+    """Start the command line of eagleray, and close `stderr` here."""
+    try:
+        if server is not None:
+            with contextlib.suppress(NoFork):
+                return ForkedProgram(arguments, server, stdout=None, stderr=stderr)
+        return subprocess.Popen([*COMMAND, *arguments], stderr=stderr)
+    finally:
+        os.close(stderr)
+
+
 @contextlib.contextmanager
-def serve(*arguments: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(*arguments)
+def serve(*arguments: str, is_fresh: bool = False) -> Iterator[ServerProcess]:
+    server = ServerProcess(*arguments, is_fresh=is_fresh)
     try:
         yield server
     finally:

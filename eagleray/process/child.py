@@ -11,7 +11,10 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import NoReturn
 
 import msgspec
 
@@ -19,6 +22,7 @@ from eagleray.config.environment import limit_openmp_spinning
 from eagleray.log import get_logger, setup_process_logging
 from eagleray.process.child_process import ForkedProcess
 from eagleray.process.command_line import show_command_line
+from eagleray.process.exit import exit_without_teardown
 from eagleray.process.fork_protocol import LABEL
 from eagleray.process.fork_server import ForkServer
 from eagleray.process.forking import import_modules, serve_forks
@@ -31,15 +35,15 @@ logger = get_logger(__name__)
 PR_SET_PDEATHSIG = 1
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Run a process that was started fresh."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)  # a program that this process starts and that outlives it must not hide its exit
-    return _run(sock, is_fork=False)
+    _exit(partial(_run, sock, is_fork=False))
 
 
-def fork_server_main() -> int:
-    """Run a fork server; returns in each of its forks, when that is to exit."""
+def fork_server_main() -> NoReturn:
+    """Run a fork server, and each of its forks."""
     owner = os.getppid()
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
@@ -48,7 +52,18 @@ def fork_server_main() -> int:
     _continue_when_parent_exits()
     limit_openmp_spinning()
     import_modules(sock, modules)
-    return _run(serve_forks(sock, owner), is_fork=True)
+    _exit(lambda: _run(serve_forks(sock, owner), is_fork=True))
+
+
+def _exit(run: Callable[[], int]) -> NoReturn:
+    """Exit with the exit code that `run` returns, or the one that it exits with."""
+    try:
+        code = run()
+    except SystemExit as error:
+        if not isinstance(error.code, int):  # a text that Python prints
+            raise
+        code = error.code
+    exit_without_teardown(code)
 
 
 def _run(sock: socket.socket, *, is_fork: bool) -> int:

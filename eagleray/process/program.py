@@ -40,4 +40,4 @@ def _program(function: str) -> str:
     """Return a program that calls a function of `child` and imports from the same paths as this process. `-m` would put
     the current directory first."""
     paths, imported = f"sys.path[:] = {sys.path!r}", f"from eagleray.process.child import {function}"
-    return f"import sys; {paths}; {imported}; sys.exit({function}())"
+    return f"import sys; {paths}; {imported}; {function}()"

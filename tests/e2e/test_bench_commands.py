@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from checkpoints import make_checkpoint
-from serving import serve
+from serving import run_program, serve
 
 from eagleray.cli.main import main
 
@@ -29,9 +28,7 @@ def server(checkpoint):
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "eagleray.cli.main", "bench", *arguments], capture_output=True, text=True, timeout=120
-    )
+    return run_program("bench", *arguments, timeout=120)
 
 
 def figures(path: Path, *arguments: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from serving import serve
+from serving import COMMAND, run_program, serve
 
 import eagleray
 
@@ -23,14 +23,14 @@ def checkpoint(tmp_path_factory):
 def server(checkpoint, tmp_path_factory):
     options = tmp_path_factory.mktemp("options") / "serve.yaml"
     options.write_text(f"model: {checkpoint}\nserved-model-name: from-file\nmax_model_len: 200\nlog-level: debug\n")
-    with serve("--config", str(options), "--max-model-len", "300") as server:
+    with serve("--config", str(options), "--max-model-len", "300", is_fresh=True) as server:
         yield server
 
 
 def eagle(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "eagleray.cli.main", *arguments], input=stdin, capture_output=True, text=True, timeout=60
-    )
+    if not stdin:
+        return run_program(*arguments, timeout=60)
+    return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=60)
 
 
 def test_generate_command_completes_prompts_without_a_server(checkpoint):

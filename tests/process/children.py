@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -81,6 +82,21 @@ def use_descriptors(payload: bytes, parent: Parent) -> None:
     print("to stdout")
     print("to stderr", file=sys.stderr)
     parent.report_bound(os.readlink("/proc/self/fd/0"))
+
+
+def exit_with_work_left(payload: bytes, parent: Parent) -> None:
+    """Exit with the code 3 while a thread, an exit handler and a stream have something to write. `payload` is the
+    descriptor that the first two write to."""
+    number = int(payload)
+
+    def write_when_main_thread_has_ended() -> None:
+        threading.main_thread().join()
+        os.write(number, b"thread, ")
+
+    atexit.register(os.write, number, b"handler")
+    threading.Thread(target=write_when_main_thread_has_ended).start()
+    print("stream", end="")
+    sys.exit(3)
 
 
 def describe_yourself(payload: bytes, parent: Parent) -> None:

@@ -14,6 +14,11 @@ from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 SECONDS = 30.0
 
 
+@pytest.fixture(autouse=True, scope="session")
+def forks(forked_programs):
+    """Have engines and workers of these tests forked."""
+
+
 @pytest.fixture
 def runtime_dir():
     path = make_runtime_dir()

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from forked_programs import fork_server_of_tests
 from output_chunks import chunks_of
 
 from eagleray.config.build import build_config
@@ -52,6 +53,7 @@ class Fleet:
             runtime_dir="/nonexistent",
             on_message=self.said.put,
             on_exit=lambda cause: self.said.put(cause.message),
+            fork_server=fork_server_of_tests(),
         )
 
     def start(self) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forked_programs import fork_server_of_tests
 from processes import children_of
 
 from eagleray.config.build import build_config
@@ -34,7 +35,8 @@ def executor(workers: int, **options):
     )
     runtime_dir = make_runtime_dir()
     try:
-        opened = open_executor(EngineId("test", 0), config, runtime_dir=runtime_dir)
+        engine, server = EngineId("test", 0), fork_server_of_tests()
+        opened = open_executor(engine, config, runtime_dir=runtime_dir, fork_server=server)
         try:
             yield opened
         finally:

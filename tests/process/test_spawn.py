@@ -206,6 +206,16 @@ def test_child_inherits_descriptors_by_number_and_standard_streams(spawn, capfd)
     assert capfd.readouterr() == ("to stdout\n", "to stderr\n")
 
 
+def test_child_that_exits_ends_threads_runs_handlers_and_flushes_streams(spawn, capfd):
+    reads, writes = os.pipe()
+    _, said = spawn("exit_with_work_left", str(writes).encode(), [writes])
+    assert said.get(timeout=DEADLINE) == "it ended with exit code 3"
+    os.close(writes)
+    assert os.read(reads, 100) == b"thread, handler"
+    os.close(reads)
+    assert capfd.readouterr() == ("stream", "")
+
+
 def test_child_is_ours_and_shows_its_label(spawn):
     child, said = spawn("wait")
     assert said.get(timeout=DEADLINE) == Bound(TEST, str(child.pid))

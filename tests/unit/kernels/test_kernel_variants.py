@@ -81,7 +81,7 @@ def test_named_variant_that_the_processor_lacks_is_refused():
 @pytest.mark.parametrize("is_allowed", [False, True])
 def test_processor_has_matrix_instructions_if_the_system_allows_them(monkeypatch, is_allowed):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: SAPPHIRE_RAPIDS)
-    monkeypatch.setattr(processor, "_request_matrix_registers", lambda: is_allowed)
+    monkeypatch.setattr(processor, "request_matrix_registers", lambda: is_allowed)
     capabilities = processor_capabilities()
     assert best_variant("x86_64", capabilities).name == ("amx" if is_allowed else "avx512_bf16")
     assert ("-mno-amx-tile" in native_flags(capabilities)) is not is_allowed
@@ -89,7 +89,7 @@ def test_processor_has_matrix_instructions_if_the_system_allows_them(monkeypatch
 
 def test_processor_without_matrix_instructions_asks_the_system_for_nothing(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: ZEN4)
-    monkeypatch.setattr(processor, "_request_matrix_registers", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(processor, "request_matrix_registers", lambda: pytest.fail("asked"))
     assert processor_capabilities() == ZEN4
     assert native_flags(ZEN4) == ("-march=native",)
 

@@ -8,13 +8,22 @@ import importlib.util
 import keyword
 import random
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 from demo_model.accuracy import held_out_probes
 from demo_model.dialogues import REFUSAL, DialogueSampler, sum_exchange, unknown_topics
 from demo_model.facts import Fact, evaluate, load_facts, parse_fact
-from demo_model.phrasings import TEMPLATES, normal_form, phrasings_of, reworded, split_questions, with_typing_error
+from demo_model.phrasings import (
+    TEMPLATES,
+    QuestionSplit,
+    normal_form,
+    phrasings_of,
+    reworded,
+    split_questions,
+    with_typing_error,
+)
 from named_things import TARGET, make_targets
 
 from eagleray.cli.commands import COMMANDS
@@ -22,8 +31,13 @@ from eagleray.cli.serve import add_arguments
 
 ROOT = Path(__file__).parents[3]
 FACTS = load_facts()
-SPLIT = split_questions(FACTS)
 LONGEST_ANSWER = 250
+
+
+@cache
+def split() -> QuestionSplit:
+    """Return the questions, divided once, and not whenever this module is imported."""
+    return split_questions(FACTS)
 
 
 def of_kind(*kinds: str) -> list[Fact]:
@@ -66,7 +80,7 @@ def test_facts_have_short_answers_that_contain_their_keys():
 
 
 def test_facts_have_training_questions():
-    assert [fact for fact in FACTS if not any(SPLIT.training[fact].values())] == []
+    assert [fact for fact in FACTS if not any(split().training[fact].values())] == []
 
 
 def test_questions_that_are_equal_but_for_their_form_have_one_answer():
@@ -78,11 +92,11 @@ def test_questions_that_are_equal_but_for_their_form_have_one_answer():
 
 
 def test_questions_in_training_are_none_of_the_held_out_ones():
-    sampler, rng = DialogueSampler(SPLIT, [], []), random.Random(0)
-    assert len(SPLIT.held_out) > 1000
+    sampler, rng = DialogueSampler(split(), [], []), random.Random(0)
+    assert len(split().held_out) > 1000
     for fact in FACTS:
         for question in (sampler.ask(fact, rng, is_first=True) for _ in range(10)):
-            assert not SPLIT.is_held_out(fact, question), question
+            assert not split().is_held_out(fact, question), question
 
 
 def test_reworded_keeps_all_but_synonyms_and_unstressed_words():
@@ -93,7 +107,7 @@ def test_reworded_keeps_all_but_synonyms_and_unstressed_words():
 
 
 def test_held_out_phrasings_are_of_three_kinds():
-    probes = held_out_probes(SPLIT, limit=100)
+    probes = held_out_probes(split(), limit=100)
     assert {kind: len(pairs) for kind, pairs in probes.items()} == dict.fromkeys(
         ("subject", "goal", "paraphrase", "unknown topic"), 100
     )
@@ -152,7 +166,7 @@ def test_commands_functions_and_files_in_facts_exist():
 
 def test_the_question_of_the_readme_is_a_training_question():
     asked = re.findall(r'"role": "user", "content": "([^"]+)"', (ROOT / "README.md").read_text())
-    trained = {text for by_kind in SPLIT.training.values() for texts in by_kind.values() for text in texts}
+    trained = {text for by_kind in split().training.values() for texts in by_kind.values() for text in texts}
     assert asked and set(asked) <= trained
 
 
@@ -168,7 +182,7 @@ def test_with_typing_error_changes_one_word_and_keeps_short_ones():
 
 
 def test_sampler_draws_the_same_conversations_again_with_roles_in_turn():
-    sampler = DialogueSampler(SPLIT, ["shelve.open", "json.dumps", "wave.open"], ["import this"])
+    sampler = DialogueSampler(split(), ["shelve.open", "json.dumps", "wave.open"], ["import this"])
     for seed in range(200):
         turns = sampler.sample(random.Random(seed))
         assert turns == sampler.sample(random.Random(seed))
@@ -177,7 +191,7 @@ def test_sampler_draws_the_same_conversations_again_with_roles_in_turn():
 
 
 def test_sampler_refuses_unknown_names_but_no_fact():
-    sampler = DialogueSampler(SPLIT, ["shelve.open", "json.dumps", "wave.open"], ["import this"])
+    sampler = DialogueSampler(split(), ["shelve.open", "json.dumps", "wave.open"], ["import this"])
     assert set(sampler.unknown_names) <= {"shelve.open", "wave.open"}
     refused = {text for seed in range(300) for text in refused_questions(sampler.sample(random.Random(seed)))}
     assert refused and not any("json.dumps" in text for text in refused)
