@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "trace_request.py"
-MAX_FILES = 59
+MAX_FILES = 60
 """Files of the API server and the engine together; lower it when a change needs fewer."""
 
 
