@@ -1,4 +1,4 @@
-"""What a backend must know of the running requests to take a decode step by itself, see `Forward.decode`."""
+"""The state of the running requests from which a backend takes a decode step by itself, see `Forward.decode`."""
 
 from __future__ import annotations
 

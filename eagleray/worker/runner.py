@@ -145,7 +145,7 @@ class Runner:
         """Token ids [num_prompt_tokens - 1, num_ids] that are scored at the positions of prompts too, by row."""
         self._wait = wait
         self._decode_table: DecodeTable | None = None
-        """What the kernels must know to take whole steps; None if each step needs something else."""
+        """The requests as the kernels read them in steps that are one call; None if this worker has no such steps."""
         if isinstance(sampler, HostSampler) and self._relay is None and proposer is None:
             self._decode_table = sampler.decode_table(rows)
         self._last_choices: dict[int, UnfinishedStep] = {}

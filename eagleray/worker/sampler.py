@@ -226,8 +226,8 @@ class HostSampler(TokenSampler[HostPlan]):
             self._random = self._make_random()
 
     def decode_table(self, rows: InputBatch) -> DecodeTable:
-        """Return the table by which the kernels choose tokens that need nothing from this sampler. `rows`: those that
-        it samples for."""
+        """Return the table from which the kernels choose tokens without this sampler. `rows`: the requests that it
+        samples for."""
         state = self._state
         return DecodeTable(
             token_ids=rows.token_ids,

@@ -39,7 +39,7 @@ have none of them."""
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count steps that the kernels take and those that they leave to the parts, `by parts`."""
+    """Count the steps that are one native call, `whole`, and those that are computed `by parts`."""
     counter: Counter[str] = Counter()
     decode = Model.decode
 

@@ -169,7 +169,7 @@ class _Compilers:
         return process
 
     def kill(self) -> None:
-        """Kill those that run, and start no further ones."""
+        """Kill the running compilers and refuse to start others."""
         with self._lock:
             self._is_closed = True
             for process in self._running:

@@ -53,8 +53,8 @@ typedef struct {
   int64_t size;         // inputs of a group: 16, 32, 64 or 128; k is a multiple of it
   int64_t scale_kind;   // of scales and offsets: SCALE_*
   int64_t has_offsets;
-  int64_t block;        // inputs whose scales are multiples of one another's divisor, by at most MAX_MULTIPLE: a multiple
-                        // of `size`, or `size` itself; k is a multiple of it
+  int64_t block;        // inputs of a block, whose groups have scales that are multiples, at most MAX_MULTIPLE times, of one
+                        // number; `size` if a block is a single group. k is a multiple of it
   int64_t are_integers; // whether values are consecutive integers, or, of 8 bits, integers and a half
   const void* values;   // bfloat16: [16] of the codes of 4 bits; [128] of the lower seven of 8 bits, where the eighth is
                         // the sign of the value

@@ -19,7 +19,7 @@
 
 namespace eagleray {
 
-constexpr int VECTOR_ROWS = BY_MATRIX<Bf16> ? 4 : TILE_ROWS<Bf16>;  // up to so many rows are multiplied by vectors
+constexpr int VECTOR_ROWS = BY_MATRIX<Bf16> ? 4 : TILE_ROWS<Bf16>;  // the most rows that vectors multiply together
 constexpr int ZERO_4 = 8;    // what codes of 4 bits have been increased by
 constexpr int ZERO_8 = 128;  // what turns integers of 8 bits into unsigned ones
 static_assert(VECTOR_ROWS <= INTEGER_ROWS);
@@ -49,7 +49,7 @@ class IntegerLayout {
     return (__m512)load_scales(grouping_, block + scales_, half * LANES);
   }
 
-  // What the sum of a row's inputs is multiplied with. Codes that stand for integers and a half add half a scale.
+  // The factors of the sum of a row's inputs. They include half a scale if codes stand for an integer and a half.
   __m512 offsets(const uint8_t* block, int half, __m512 scales) const {
     const __m512 fractions = _mm512_mul_ps(scales, _mm512_set1_ps(fraction_));
     if (!grouping_.has_offsets) return fractions;
