@@ -1,7 +1,9 @@
 // Rows as integers of 16 bits, for products with weights of few bits that are integers themselves, see integer_tile.h.
 //
 // The inputs of a block of the weight share a scale, so an input is off by at most 2^-16 of the block's largest one.
-// bfloat16, in which the inputs arrive, was off by up to 2^-9 of each.
+// bfloat16, in which the inputs arrive, was off by up to 2^-9 of each. Beside weights of 4 bits, whose own rounding is ten
+// times as coarse, 8 bits suffice: they halve the multiplications. But a block whose largest input is far above the
+// others, which would be rounded away, keeps 16 bits.
 #pragma once
 
 #include "grouped.h"
@@ -11,14 +13,16 @@
 namespace eagleray {
 
 constexpr int INTEGER_ROWS = 16;  // of a part of a tile
+constexpr int MAX_PEAK = 8;       // the largest input of a block of 8 bits, in root mean squares of its inputs
 
-// Up to INTEGER_ROWS rows, block by block. An integer is 256 * high + low.
+// Up to INTEGER_ROWS rows, block by block. An integer is 256 * high + low; where it has 8 bits, low is 0.
 struct IntegerRows {
   int64_t count, block, groups;  // rows, and the inputs and groups of INTEGER_GROUP inputs of a block
   int8_t* halves;                // [blocks][high, low][count][block]
   float* scales;                 // [blocks][count]
   float* totals;                 // [blocks][count]: the sum of the inputs, as they were rounded
   int32_t* sums;                 // [blocks][groups + 1][count]: the integers of each group, and of the block
+  uint8_t* wide;                 // [blocks]: 1 if a row has integers of 16 bits in the block
 
   const int8_t* high(int64_t at, int64_t row = 0) const { return halves + (2 * at * count + row) * block; }
   const int8_t* low(int64_t at, int64_t row = 0) const { return high(at, count + row); }
@@ -26,22 +30,24 @@ struct IntegerRows {
   float total(int64_t at, int64_t row) const { return totals[at * count + row]; }
   const int32_t* group_sums(int64_t at, int64_t group) const { return sums + (at * (groups + 1) + group) * count; }
   const int32_t* block_sums(int64_t at) const { return group_sums(at, groups); }
-  int32_t block_sum(int64_t at, int64_t row) const { return block_sums(at)[row]; }
+  bool is_wide(int64_t at) const { return wide[at]; }
 };
 
 // The bytes of up to INTEGER_ROWS rows of k inputs. Matrix instructions may read all INTEGER_ROWS rows of each block.
 inline int64_t integer_rows_bytes(const CGrouping& grouping, int64_t k) {
   const int64_t blocks = num_blocks(grouping, k), groups = grouping.block / INTEGER_GROUP;
-  return round_up(INTEGER_ROWS * (2 * k + 4 * blocks * (groups + 3)), 64);
+  return round_up(INTEGER_ROWS * (2 * k + 4 * blocks * (groups + 3)) + blocks, 64);
 }
 
-// Rows in memory of that size.
+// Rows in memory of that size, which are still to be written.
 inline IntegerRows integer_rows_in(const CGrouping& grouping, int64_t rows, int64_t k, char* memory) {
-  auto scales = reinterpret_cast<float*>(memory + 2 * INTEGER_ROWS * k);
-  const int64_t count = INTEGER_ROWS * num_blocks(grouping, k);
-  auto sums = reinterpret_cast<int32_t*>(scales + 2 * count);
+  const int64_t blocks = num_blocks(grouping, k), groups = grouping.block / INTEGER_GROUP, count = INTEGER_ROWS * blocks;
   auto halves = reinterpret_cast<int8_t*>(memory);
-  return {rows, grouping.block, grouping.block / INTEGER_GROUP, halves, scales, scales + count, sums};
+  auto scales = reinterpret_cast<float*>(memory + 2 * INTEGER_ROWS * k);
+  auto sums = reinterpret_cast<int32_t*>(scales + 2 * count);
+  auto wide = reinterpret_cast<uint8_t*>(sums + (groups + 1) * count);
+  std::fill_n(wide, blocks, uint8_t(0));
+  return {rows, grouping.block, groups, halves, scales, scales + count, sums, wide};
 }
 
 // The largest magnitude of a block's inputs; NaN if one of them is NaN, whose bits are above those of infinity.
@@ -54,33 +60,53 @@ inline float largest_magnitude(const Bf16* x, int64_t size) {
   return to_float(Bf16{uint16_t(_mm512_reduce_max_epu32(words))});
 }
 
-// Write the integers of a block of one row. A block with an infinity or NaN has no finite scale, so its products have
-// no finite result.
-inline void write_integers(const Bf16* x, int64_t at, int64_t row, const IntegerRows& to) {
-  constexpr float LIMIT = 127 * 256, NEGLIGIBLE = 1e-30f;  // the integers of smaller numbers would overflow
-  const float largest = largest_magnitude(x, to.block);
-  const bool is_negligible = largest < NEGLIGIBLE;
-  const float scale = is_negligible ? 0 : largest / LIMIT;
-  const __m512 inverse = _mm512_set1_ps(is_negligible ? 0 : LIMIT / largest);
+// Write a block of one row as integers of BITS bits, x * `inverse` rounded. Return the sum of the squares of their upper
+// bytes.
+template <int BITS>
+inline int32_t write_block(const Bf16* x, float inverse, int64_t at, int64_t row, const IntegerRows& to) {
   int8_t *high = const_cast<int8_t*>(to.high(at, row)), *low = const_cast<int8_t*>(to.low(at, row));
   int32_t total = 0;
+  __m512i squares = _mm512_setzero_si512();
   for (int64_t group = 0; group < to.groups; group++) {
     __m512i sum = _mm512_setzero_si512();
     for (int64_t i = group * INTEGER_GROUP; i < (group + 1) * INTEGER_GROUP; i += LANES) {
-      const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)load(x + i), inverse));
+      __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)load(x + i), _mm512_set1_ps(inverse)));
+      if (BITS == 8) integers = _mm512_slli_epi32(integers, 8);
       const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(integers, _mm512_set1_epi32(128)), 8);
       const __m512i lower = _mm512_sub_epi32(integers, _mm512_slli_epi32(upper, 8));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(upper));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(lower));
+      squares = _mm512_add_epi32(squares, _mm512_mullo_epi32(upper, upper));
       sum = _mm512_add_epi32(sum, integers);
     }
     const int32_t of_group = _mm512_reduce_add_epi32(sum);
     to.sums[(at * (to.groups + 1) + group) * to.count + row] = of_group;
     total += of_group;
   }
-  to.scales[at * to.count + row] = scale;
-  to.totals[at * to.count + row] = scale * float(total);
   to.sums[(at * (to.groups + 1) + to.groups) * to.count + row] = total;
+  return _mm512_reduce_add_epi32(squares);
+}
+
+// Write the integers of a block of one row. `bits`: of the weight's codes. A block with an infinity or NaN has no finite
+// scale, so its products have no finite result.
+inline void write_integers(const Bf16* x, int64_t bits, int64_t at, int64_t row, const IntegerRows& to) {
+  constexpr float LIMIT = 127, NEGLIGIBLE = 1e-30f;  // the integers of smaller numbers would overflow
+  constexpr int32_t LARGEST_SQUARE = 127 * 127;
+  const float largest = largest_magnitude(x, to.block);
+  const bool is_negligible = largest < NEGLIGIBLE;
+  const float scale = is_negligible ? 0 : largest / (256 * LIMIT);
+  const int64_t of_block = to.groups;
+  bool is_wide = bits == 8;
+  if (!is_wide) {
+    const int32_t squares = write_block<8>(x, is_negligible ? 0 : LIMIT / largest, at, row, to);
+    is_wide = !is_negligible && squares < LARGEST_SQUARE / (MAX_PEAK * MAX_PEAK) * to.block;
+  }
+  if (is_wide) {
+    write_block<16>(x, is_negligible ? 0 : 256 * LIMIT / largest, at, row, to);
+    to.wide[at] = 1;
+  }
+  to.scales[at * to.count + row] = scale;
+  to.totals[at * to.count + row] = scale * float(to.group_sums(at, of_block)[row]);
 }
 
 }  // namespace eagleray

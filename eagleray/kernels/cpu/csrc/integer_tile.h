@@ -100,20 +100,21 @@ inline __m512i join_halves(__m512i high, __m512i low) { return _mm512_add_epi32(
 
 // ---- few rows, by vectors
 
-// Add the products of one vector of codes, of four inputs, with each row.
-template <int ROWS>
+// Add the products of one vector of codes, of four inputs, with each row. IS_WIDE: see `IntegerRows.is_wide`.
+template <int ROWS, bool IS_WIDE>
 inline void add_four(__m512i codes, const IntegerRows& rows, int64_t at, int64_t input, __m512i (&high)[ROWS],
                      __m512i (&low)[ROWS]) {
 #pragma GCC unroll 16
   for (int row = 0; row < ROWS; row++) {
     high[row] = _mm512_dpbusd_epi32(high[row], codes, _mm512_set1_epi32(read<int32_t>(rows.high(at, row) + input)));
-    low[row] = _mm512_dpbusd_epi32(low[row], codes, _mm512_set1_epi32(read<int32_t>(rows.low(at, row) + input)));
+    if (IS_WIDE)
+      low[row] = _mm512_dpbusd_epi32(low[row], codes, _mm512_set1_epi32(read<int32_t>(rows.low(at, row) + input)));
   }
 }
 
 // Compute the sums of a part of a block, inputs begin, ..., begin + count - 1, for HALVES halves of a panel. codes: of the
 // first half; row_sums: of the rows' integers; ahead: the distance of what is prefetched.
-template <int BITS, int ROWS, int HALVES>
+template <int BITS, int ROWS, bool IS_WIDE, int HALVES>
 inline void sum_part(const uint8_t* codes, const IntegerRows& rows, int64_t at, int64_t begin, int64_t count,
                      const int32_t* row_sums, int64_t ahead, __m512i (&sums)[HALVES][ROWS]) {
   constexpr int ZERO = BITS == 4 ? ZERO_4 : ZERO_8;
@@ -131,12 +132,13 @@ inline void sum_part(const uint8_t* codes, const IntegerRows& rows, int64_t at, 
     for (int half = 0; half < HALVES; half++) {
       const __m512i packed = _mm512_loadu_si512(codes + half * CODE_VECTOR);
       __builtin_prefetch(codes + half * CODE_VECTOR + ahead);
+      auto add = add_four<ROWS, IS_WIDE>;
       if (BITS == 8) {
-        add_four(_mm512_xor_si512(packed, _mm512_set1_epi8(int8_t(ZERO_8))), rows, at, input, high[half], low[half]);
+        add(_mm512_xor_si512(packed, _mm512_set1_epi8(int8_t(ZERO_8))), rows, at, input, high[half], low[half]);
       } else {
         const __m512i nibble = _mm512_set1_epi8(15);
-        add_four(_mm512_and_si512(packed, nibble), rows, at, input, high[half], low[half]);
-        add_four(_mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble), rows, at, input + 4, high[half], low[half]);
+        add(_mm512_and_si512(packed, nibble), rows, at, input, high[half], low[half]);
+        add(_mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble), rows, at, input + 4, high[half], low[half]);
       }
     }
 #pragma GCC unroll 2
@@ -146,20 +148,20 @@ inline void sum_part(const uint8_t* codes, const IntegerRows& rows, int64_t at, 
 }
 
 // Compute the sums of a block for HALVES halves of a panel from `first` on.
-template <int BITS, int ROWS, int HALVES>
+template <int BITS, int ROWS, bool IS_WIDE, int HALVES>
 inline void sum_block(const IntegerLayout& layout, const uint8_t* block, int first, const IntegerRows& rows, int64_t at,
                       int64_t ahead, __m512i (&sums)[HALVES][ROWS]) {
+  auto sum_inputs = sum_part<BITS, ROWS, IS_WIDE, HALVES>;
   const uint8_t* codes = block + first * CODE_VECTOR;
   if (BITS == 8 || !layout.has_multiples)
-    return sum_part<BITS, ROWS, HALVES>(codes, rows, at, 0, rows.block, rows.block_sums(at), ahead, sums);
+    return sum_inputs(codes, rows, at, 0, rows.block, rows.block_sums(at), ahead, sums);
 #pragma GCC unroll 2
   for (int half = 0; half < HALVES; half++)
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) sums[half][row] = _mm512_setzero_si512();
   for (int64_t group = 0; group < rows.groups; group++) {
     __m512i of_group[HALVES][ROWS];
-    sum_part<BITS, ROWS, HALVES>(codes, rows, at, group * INTEGER_GROUP, INTEGER_GROUP, rows.group_sums(at, group), ahead,
-                                 of_group);
+    sum_inputs(codes, rows, at, group * INTEGER_GROUP, INTEGER_GROUP, rows.group_sums(at, group), ahead, of_group);
 #pragma GCC unroll 2
     for (int half = 0; half < HALVES; half++) {
       const __m512i multiples = layout.multiples(block, group, first + half);
@@ -196,7 +198,8 @@ void multiply_integer_vectors(const IntegerLayout& layout, const IntegerRows& ro
 #pragma GCC unroll 2
     for (int first = 0; first < 2; first += HALVES) {
       __m512i products[HALVES][ROWS];
-      sum_block<BITS, ROWS, HALVES>(layout, block, first, rows, at, ahead, products);
+      auto sum = BITS == 8 || rows.is_wide(at) ? sum_block<BITS, ROWS, true, HALVES> : sum_block<BITS, ROWS, false, HALVES>;
+      sum(layout, block, first, rows, at, ahead, products);
 #pragma GCC unroll 2
       for (int half = 0; half < HALVES; half++)
 #pragma GCC unroll 16
@@ -274,28 +277,25 @@ inline void decode_integers(const IntegerLayout& layout, const uint8_t* block, u
   }
 }
 
-// The products of up to INTEGER_ROWS rows with a block, with both halves of a panel.
+// The products of two matrices of rows with a block, with both halves of a panel.
 struct BlockProducts {
-  alignas(64) int32_t first_high[INTEGER_ROWS * LANES], first_low[INTEGER_ROWS * LANES];
-  alignas(64) int32_t second_high[INTEGER_ROWS * LANES], second_low[INTEGER_ROWS * LANES];
+  alignas(64) int32_t first[2][INTEGER_ROWS * LANES], second[2][INTEGER_ROWS * LANES];
 
+  template <bool HAS_TWO>
   void store() {
-    _tile_stored(FIRST_HIGH, first_high, 64);
-    _tile_stored(FIRST_LOW, first_low, 64);
-    _tile_stored(SECOND_HIGH, second_high, 64);
-    _tile_stored(SECOND_LOW, second_low, 64);
-  }
-
-  template <int HALF>
-  __m512i joined(int64_t row) const {
-    return join_halves(_mm512_load_si512((HALF ? second_high : first_high) + row * LANES),
-                       _mm512_load_si512((HALF ? second_low : first_low) + row * LANES));
+    _tile_stored(FIRST_SUMS_1, first[0], 64);
+    _tile_stored(SECOND_SUMS_1, second[0], 64);
+    if (!HAS_TWO) return;
+    _tile_stored(FIRST_SUMS_2, first[1], 64);
+    _tile_stored(SECOND_SUMS_2, second[1], 64);
   }
 };
 
 // The products of a part of a tile with a block, which are still to be scaled and added to sums [count, PANEL].
 struct PendingProducts {
   const BlockProducts* products;
+  int upper;      // the matrix of the upper bytes
+  bool has_lower; // the other one is that of the lower bytes
   const float* row_scales;
   const float* row_totals;
   int64_t count;
@@ -303,11 +303,16 @@ struct PendingProducts {
   BlockScales scales;
 };
 
-template <bool HAS_OFFSETS>
+template <bool HAS_OFFSETS, bool HAS_LOWER>
 inline void add_row(const PendingProducts& pending, int64_t row) {
   float* to = pending.sums + row * PANEL;
-  const float scale = pending.row_scales[row], sum = HAS_OFFSETS ? pending.row_totals[row] : 0;
-  const __m512i first = pending.products->joined<0>(row), second = pending.products->joined<1>(row);
+  const float scale = HAS_LOWER ? pending.row_scales[row] : 256 * pending.row_scales[row];
+  const float sum = HAS_OFFSETS ? pending.row_totals[row] : 0;
+  auto integers = [&](const int32_t (&of_half)[2][INTEGER_ROWS * LANES]) {
+    const __m512i upper = _mm512_load_si512(of_half[pending.upper] + row * LANES);
+    return HAS_LOWER ? join_halves(upper, _mm512_load_si512(of_half[1] + row * LANES)) : upper;
+  };
+  const __m512i first = integers(pending.products->first), second = integers(pending.products->second);
   const __m512 first_total = pending.scales.add<HAS_OFFSETS>((__m512)load(to), 0, first, scale, sum);
   const __m512 second_total = pending.scales.add<HAS_OFFSETS>((__m512)load(to + LANES), 1, second, scale, sum);
   store(to, (Floats)first_total), store(to + LANES, (Floats)second_total);
@@ -315,32 +320,38 @@ inline void add_row(const PendingProducts& pending, int64_t row) {
 
 template <bool HAS_OFFSETS>
 inline void add_rows(const PendingProducts& pending) {
+  if (pending.has_lower) {
 #pragma GCC unroll 4
-  for (int64_t row = 0; row < pending.count; row++) add_row<HAS_OFFSETS>(pending, row);
+    for (int64_t row = 0; row < pending.count; row++) add_row<HAS_OFFSETS, true>(pending, row);
+  } else {
+#pragma GCC unroll 4
+    for (int64_t row = 0; row < pending.count; row++) add_row<HAS_OFFSETS, false>(pending, row);
+  }
 }
 
-// Multiply rows with the integers of a block of STEPS steps. The results are in the registers. vectors: of codes, that
-// advance the prefetching with each step.
-template <int STEPS, class Ahead>
-inline void multiply_block(const IntegerRows& rows, int64_t at, const uint8_t* integers, Ahead& prefetch,
+// Multiply one or two matrices of rows with the integers of a block of STEPS steps. The results are in the registers.
+// vectors: of codes, that advance the prefetching with each step.
+template <int STEPS, bool HAS_TWO, class Ahead>
+inline void multiply_block(const int8_t* rows, const int8_t* rows_2, const uint8_t* integers, Ahead& prefetch,
                            int64_t vectors) {
   constexpr int64_t STRIDE = STEPS * INTEGER_STEP;
-  const int8_t *high = rows.high(at), *low = rows.low(at);
-  _tile_zero(FIRST_HIGH);
-  _tile_zero(FIRST_LOW);
-  _tile_zero(SECOND_HIGH);
-  _tile_zero(SECOND_LOW);
+  _tile_zero(FIRST_SUMS_1);
+  _tile_zero(SECOND_SUMS_1);
+  if (HAS_TWO) {
+    _tile_zero(FIRST_SUMS_2);
+    _tile_zero(SECOND_SUMS_2);
+  }
 #pragma GCC unroll 4
-  for (int step = 0; step < STEPS; step++, integers += INTEGER_STEP * PANEL, high += INTEGER_STEP, low += INTEGER_STEP) {
+  for (int step = 0; step < STEPS; step++, integers += INTEGER_STEP * PANEL) {
     advance_by(prefetch, vectors);
     _tile_loadd(FIRST_BYTES, integers, 4 * PANEL);
-    _tile_loadd(ROWS_HIGH, high, STRIDE);
-    _tile_loadd(ROWS_LOW, low, STRIDE);
+    _tile_loadd(ROWS_1, rows + step * INTEGER_STEP, STRIDE);
+    if (HAS_TWO) _tile_loadd(ROWS_2, rows_2 + step * INTEGER_STEP, STRIDE);
     _tile_loadd(SECOND_BYTES, integers + 4 * LANES, 4 * PANEL);
-    _tile_dpbssd(FIRST_HIGH, ROWS_HIGH, FIRST_BYTES);
-    _tile_dpbssd(FIRST_LOW, ROWS_LOW, FIRST_BYTES);
-    _tile_dpbssd(SECOND_HIGH, ROWS_HIGH, SECOND_BYTES);
-    _tile_dpbssd(SECOND_LOW, ROWS_LOW, SECOND_BYTES);
+    _tile_dpbssd(FIRST_SUMS_1, ROWS_1, FIRST_BYTES);
+    if (HAS_TWO) _tile_dpbssd(FIRST_SUMS_2, ROWS_2, FIRST_BYTES);
+    _tile_dpbssd(SECOND_SUMS_1, ROWS_1, SECOND_BYTES);
+    if (HAS_TWO) _tile_dpbssd(SECOND_SUMS_2, ROWS_2, SECOND_BYTES);
   }
 }
 
@@ -354,11 +365,15 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
   const bool is_coded = layout.bits == 4;
   BlockProducts products[2];
   int buffer = 0;
-  std::optional<PendingProducts> pending;
+  std::array<std::optional<PendingProducts>, 2> pending;
   MatrixRegisters::size_for_integers(num_parts > 1 ? INTEGER_ROWS : parts[0].count);  // beyond a part they do not count
   if (blocks.begin == 0)
     for (int64_t part = 0; part < num_parts; part++)
       std::fill_n(sums + part * INTEGER_ROWS * PANEL, parts[part].count * PANEL, 0.0f);
+  auto add_pending = [&] {
+    for (auto& each : pending)
+      if (each) add_rows<HAS_OFFSETS>(*each);
+  };
 
   const uint8_t* block = blocks.from;
   for (int64_t at = blocks.begin; at < blocks.begin + blocks.count; at++, block += layout.bytes) {
@@ -366,16 +381,28 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
     const uint8_t* integers = is_coded ? decoded_block : block;
     if (is_coded && !is_decoded) decode_integers(layout, block, decoded_block);
     const BlockScales scales(layout, block);
-    for (int64_t part = 0; part < num_parts; part++, buffer ^= 1) {
+    for (int64_t part = 0, taken = 1; part < num_parts; part += taken, buffer ^= 1) {
       const IntegerRows& rows = parts[part];
-      multiply_block<STEPS>(rows, at, integers, prefetch, part == 0 ? layout.vectors / STEPS : 0);
-      if (pending) add_rows<HAS_OFFSETS>(*pending);
-      products[buffer].store();
-      pending.emplace(PendingProducts{&products[buffer], rows.scales + at * rows.count, rows.totals + at * rows.count,
-                                      rows.count, sums + part * INTEGER_ROWS * PANEL, scales});
+      const int64_t vectors = part == 0 ? layout.vectors / STEPS : 0;
+      auto describe = [&](int64_t of_part, int upper, bool has_lower) {
+        const IntegerRows& own = parts[of_part];
+        return PendingProducts{&products[buffer], upper, has_lower, own.scales + at * own.count,
+                               own.totals + at * own.count, own.count, sums + of_part * INTEGER_ROWS * PANEL, scales};
+      };
+      const bool is_wide = rows.is_wide(at);
+      taken = !is_wide && part + 1 < num_parts && !parts[part + 1].is_wide(at) ? 2 : 1;
+      if (is_wide) multiply_block<STEPS, true>(rows.high(at), rows.low(at), integers, prefetch, vectors);
+      else if (taken == 2) multiply_block<STEPS, true>(rows.high(at), parts[part + 1].high(at), integers, prefetch, vectors);
+      else multiply_block<STEPS, false>(rows.high(at), nullptr, integers, prefetch, vectors);
+      add_pending();
+      if (is_wide || taken == 2) products[buffer].template store<true>();
+      else products[buffer].template store<false>();
+      pending[0].emplace(describe(part, 0, is_wide));
+      if (taken == 2) pending[1].emplace(describe(part + 1, 1, false));
+      else pending[1].reset();
     }
   }
-  add_rows<HAS_OFFSETS>(*pending);
+  add_pending();
 }
 
 template <class Ahead>

@@ -28,14 +28,14 @@ constexpr int64_t NEAR_BYTES = STEP_PAIRS * PAIR_BYTES;      // distance of pref
 #define FIRST_HALF 6
 #define SECOND_HALF 7
 
-// In products of integers, see integer_tile.h: the sums of the upper and lower halves of the rows' integers with both
-// halves of the panel, the rows, and the panel.
-#define FIRST_HIGH 0
-#define FIRST_LOW 1
-#define SECOND_HIGH 2
-#define SECOND_LOW 3
-#define ROWS_HIGH 4
-#define ROWS_LOW 5
+// In products of integers, see integer_tile.h: the sums of two matrices of rows, which are both bytes of 16 rows or the
+// upper bytes of 32, with both halves of the panel, the rows, and the panel.
+#define FIRST_SUMS_1 0
+#define FIRST_SUMS_2 1
+#define SECOND_SUMS_1 2
+#define SECOND_SUMS_2 3
+#define ROWS_1 4
+#define ROWS_2 5
 #define FIRST_BYTES 6
 #define SECOND_BYTES 7
 
@@ -110,7 +110,7 @@ class MatrixRegisters {
   // Size them for products of some rows of integers, see integer_tile.h. What they hold is lost.
   static void size_for_integers(int64_t rows) {
     resize(int64_t(3) << 32 | rows, [=](MatrixSizes& sizes) {
-      for (int index : {FIRST_HIGH, FIRST_LOW, SECOND_HIGH, SECOND_LOW, ROWS_HIGH, ROWS_LOW}) sizes.set(index, rows, 64);
+      for (int index : {FIRST_SUMS_1, FIRST_SUMS_2, SECOND_SUMS_1, SECOND_SUMS_2, ROWS_1, ROWS_2}) sizes.set(index, rows, 64);
       for (int index : {FIRST_BYTES, SECOND_BYTES}) sizes.set(index, 16, 64);
     });
   }

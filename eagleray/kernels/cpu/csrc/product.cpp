@@ -247,7 +247,7 @@ class Block {
         integer_rows[part] = integer_rows_in(grouping, count, product.k, memory->bytes + part * bytes);
         for (int64_t row = 0; row < count; row++)
           for (int64_t block = 0; block < blocks; block++)
-            write_integers(x[first + row] + block * grouping.block, block, row, integer_rows[part]);
+            write_integers(x[first + row] + block * grouping.block, grouping.bits, block, row, integer_rows[part]);
       }
     }
   }
