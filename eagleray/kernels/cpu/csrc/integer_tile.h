@@ -294,38 +294,31 @@ struct BlockProducts {
 // The products of a part of a tile with a block, which are still to be scaled and added to sums [count, PANEL].
 struct PendingProducts {
   const BlockProducts* products;
-  int upper;      // the matrix of the upper bytes
-  bool has_lower; // the other one is that of the lower bytes
+  int upper;       // the matrix of the upper bytes
+  bool has_lower;  // the other one is that of the lower bytes
   const float* row_scales;
   const float* row_totals;
   int64_t count;
   float* sums;
-  BlockScales scales;
 };
 
 template <bool HAS_OFFSETS, bool HAS_LOWER>
-inline void add_row(const PendingProducts& pending, int64_t row) {
-  float* to = pending.sums + row * PANEL;
-  const float scale = HAS_LOWER ? pending.row_scales[row] : 256 * pending.row_scales[row];
-  const float sum = HAS_OFFSETS ? pending.row_totals[row] : 0;
-  auto integers = [&](const int32_t (&of_half)[2][INTEGER_ROWS * LANES]) {
-    const __m512i upper = _mm512_load_si512(of_half[pending.upper] + row * LANES);
-    return HAS_LOWER ? join_halves(upper, _mm512_load_si512(of_half[1] + row * LANES)) : upper;
+inline void add_rows(PendingProducts pending, BlockScales scales) {
+  const int32_t *first = pending.products->first[pending.upper], *second = pending.products->second[pending.upper];
+  constexpr int64_t LOWER = INTEGER_ROWS * LANES;  // from the upper bytes' products to those of the lower bytes
+  auto integers = [](const int32_t* upper) {
+    const __m512i high = _mm512_load_si512(upper);
+    return HAS_LOWER ? join_halves(high, _mm512_load_si512(upper + LOWER)) : high;
   };
-  const __m512i first = integers(pending.products->first), second = integers(pending.products->second);
-  const __m512 first_total = pending.scales.add<HAS_OFFSETS>((__m512)load(to), 0, first, scale, sum);
-  const __m512 second_total = pending.scales.add<HAS_OFFSETS>((__m512)load(to + LANES), 1, second, scale, sum);
-  store(to, (Floats)first_total), store(to + LANES, (Floats)second_total);
-}
-
-template <bool HAS_OFFSETS>
-inline void add_rows(const PendingProducts& pending) {
-  if (pending.has_lower) {
+  if (!HAS_LOWER)  // exact, so that a row has the same bits beside wide ones
+    for (auto& scale : scales.scales) scale = _mm512_mul_ps(scale, _mm512_set1_ps(256));
 #pragma GCC unroll 4
-    for (int64_t row = 0; row < pending.count; row++) add_row<HAS_OFFSETS, true>(pending, row);
-  } else {
-#pragma GCC unroll 4
-    for (int64_t row = 0; row < pending.count; row++) add_row<HAS_OFFSETS, false>(pending, row);
+  for (int64_t row = 0; row < pending.count; row++) {
+    float* to = pending.sums + row * PANEL;
+    const float scale = pending.row_scales[row], sum = HAS_OFFSETS ? pending.row_totals[row] : 0;
+    const __m512i products[] = {integers(first + row * LANES), integers(second + row * LANES)};
+    store(to, (Floats)scales.add<HAS_OFFSETS>((__m512)load(to), 0, products[0], scale, sum));
+    store(to + LANES, (Floats)scales.add<HAS_OFFSETS>((__m512)load(to + LANES), 1, products[1], scale, sum));
   }
 }
 
@@ -365,14 +358,18 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
   const bool is_coded = layout.bits == 4;
   BlockProducts products[2];
   int buffer = 0;
-  std::array<std::optional<PendingProducts>, 2> pending;
+  PendingProducts pending[2];
+  int num_pending = 0;
+  std::optional<BlockScales> scales;  // of the pending products' block
   MatrixRegisters::size_for_integers(num_parts > 1 ? INTEGER_ROWS : parts[0].count);  // beyond a part they do not count
   if (blocks.begin == 0)
     for (int64_t part = 0; part < num_parts; part++)
       std::fill_n(sums + part * INTEGER_ROWS * PANEL, parts[part].count * PANEL, 0.0f);
   auto add_pending = [&] {
-    for (auto& each : pending)
-      if (each) add_rows<HAS_OFFSETS>(*each);
+    for (int i = 0; i < num_pending; i++) {
+      auto add = pending[i].has_lower ? add_rows<HAS_OFFSETS, true> : add_rows<HAS_OFFSETS, false>;
+      add(pending[i], *scales);
+    }
   };
 
   const uint8_t* block = blocks.from;
@@ -380,26 +377,25 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
     uint8_t* decoded_block = decoded.block(at - blocks.begin, layout.block);
     const uint8_t* integers = is_coded ? decoded_block : block;
     if (is_coded && !is_decoded) decode_integers(layout, block, decoded_block);
-    const BlockScales scales(layout, block);
     for (int64_t part = 0, taken = 1; part < num_parts; part += taken, buffer ^= 1) {
       const IntegerRows& rows = parts[part];
       const int64_t vectors = part == 0 ? layout.vectors / STEPS : 0;
-      auto describe = [&](int64_t of_part, int upper, bool has_lower) {
-        const IntegerRows& own = parts[of_part];
-        return PendingProducts{&products[buffer], upper, has_lower, own.scales + at * own.count,
-                               own.totals + at * own.count, own.count, sums + of_part * INTEGER_ROWS * PANEL, scales};
-      };
       const bool is_wide = rows.is_wide(at);
       taken = !is_wide && part + 1 < num_parts && !parts[part + 1].is_wide(at) ? 2 : 1;
       if (is_wide) multiply_block<STEPS, true>(rows.high(at), rows.low(at), integers, prefetch, vectors);
       else if (taken == 2) multiply_block<STEPS, true>(rows.high(at), parts[part + 1].high(at), integers, prefetch, vectors);
       else multiply_block<STEPS, false>(rows.high(at), nullptr, integers, prefetch, vectors);
       add_pending();
-      if (is_wide || taken == 2) products[buffer].template store<true>();
-      else products[buffer].template store<false>();
-      pending[0].emplace(describe(part, 0, is_wide));
-      if (taken == 2) pending[1].emplace(describe(part + 1, 1, false));
-      else pending[1].reset();
+      if (part == 0) scales.emplace(layout, block);
+      if (is_wide || taken == 2) products[buffer].store<true>();
+      else products[buffer].store<false>();
+      for (num_pending = 0; num_pending < taken; num_pending++) {
+        const IntegerRows& own = parts[part + num_pending];
+        pending[num_pending] = {&products[buffer],       num_pending,
+                                is_wide,                 own.scales + at * own.count,
+                                own.totals + at * own.count, own.count,
+                                sums + (part + num_pending) * INTEGER_ROWS * PANEL};
+      }
     }
   }
   add_pending();
