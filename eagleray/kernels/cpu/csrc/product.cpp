@@ -331,17 +331,25 @@ class Block {
   void finish_sums(int64_t panel, Span rows, const float* sums) const {
     int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, product.n - first);
     float bias[PANEL] = {};
-    Out edge[PANEL] = {};
     if (product.bias) std::copy_n(product.bias + first, count, bias);
-    for (int64_t row = rows.begin; row < rows.end; row++, sums += PANEL) {
-      Out* y = reinterpret_cast<Out*>(results(row, panel));
-      Out* to = count == PANEL ? y : edge;
-      if (to != y && product.epilogue == EPILOGUE_ADD) std::copy_n(y, count, edge);
+    const bool adds = product.epilogue == EPILOGUE_ADD;
+    const int64_t stride = product.y_stride;
+    Out* y = reinterpret_cast<Out*>(results(rows.begin, panel));
+    auto finish_row = [=, &bias](const float* from, Out* to) {
       for (int i = 0; i < PANEL; i += LANES) {
-        Floats result = load(sums + i) + load(bias + i);
-        store(to + i, product.epilogue == EPILOGUE_ADD ? load(to + i) + result : result);
+        Floats result = load(from + i) + load(bias + i);
+        store(to + i, adds ? load(to + i) + result : result);
       }
-      if (to != y) std::copy_n(edge, count, y);
+    };
+    if (count == PANEL) {
+      for (int64_t row = rows.begin; row < rows.end; row++, sums += PANEL, y += stride) finish_row(sums, y);
+      return;
+    }
+    for (int64_t row = rows.begin; row < rows.end; row++, sums += PANEL, y += stride) {
+      Out edge[PANEL] = {};
+      if (adds) std::copy_n(y, count, edge);
+      finish_row(sums, edge);
+      std::copy_n(edge, count, y);
     }
   }
 
