@@ -19,7 +19,7 @@ from eagleray.kernels.quantized import Mxfp4Weight, WeightFormat, quantize_fp8
 N, K = 72, 640
 NUM_ROWS = (1, 2, 3, 5, 12, 13, 25, 40, 97, 130)
 TOLERANCE = 2e-6  # of the sum of the terms' magnitudes
-INPUT_STEP = 1 / (127 * 256)  # between integers that inputs are rounded to, of the largest input of their block
+PEAK = 50.0  # an input so large that its block keeps integers of 16 bits
 
 
 def random_weight(
@@ -102,12 +102,11 @@ def test_multiply_scales_with_divisors_equals_float64_and_itself_in_any_batch(li
 
 def check_products(library: ctypes.CDLL, weight: GroupedWeight) -> None:
     packed, x = Packed(library, weight), random_rows(max(NUM_ROWS), weight.shape[1])
-    numbers = used_numbers(library, weight)
+    x[[1, 40, 100], 5] = PEAK
+    numbers, inputs = used_numbers(library, weight), used_inputs(library, weight, x)
     whole = packed.multiply(x, 2)
     bound = TOLERANCE * (x.double().abs() @ numbers.abs().t() + sum_of_parts(weight, x))
-    if library.er_uses_integers(layout(weight).c):
-        bound += 0.5 * INPUT_STEP * (largest_of_blocks(weight, x) @ numbers.abs().t())
-    assert ((whole.double() - x.double() @ numbers.t()).abs() <= bound).all()
+    assert ((whole.double() - inputs @ numbers.t()).abs() <= bound).all()
     for count in NUM_ROWS:
         for threads in (1, 2):
             assert torch.equal(packed.multiply(x[:count].contiguous(), threads), whole[:count])
@@ -119,11 +118,21 @@ def test_multiply_older_processor_equals_float64(other_library):
     check_products(other_library, weight_with_divisors())
 
 
-def largest_of_blocks(weight: GroupedWeight, x: Tensor) -> Tensor:
-    """For each input in float64, the largest magnitude of its block."""
-    size = weight.columns_per_divisor or weight.group_size
-    blocks = x.double().abs().unflatten(1, (-1, size))
-    return blocks.amax(2, keepdim=True).expand_as(blocks).flatten(1)
+def used_inputs(library: ctypes.CDLL, weight: GroupedWeight, x: Tensor) -> Tensor:
+    """The inputs in float64 that products of a library use, see csrc/integer_rows.h."""
+    if not library.er_uses_integers(layout(weight).c):
+        return x.double()
+    blocks = x.float().unflatten(1, (-1, weight.columns_per_divisor or weight.group_size))
+    largest = blocks.abs().amax(2, keepdim=True)
+    of_8_bits = (blocks * torch.tensor(127.0).div(largest)).round()  # 127 / largest is a product with the reciprocal
+    of_16_bits = (blocks * torch.tensor(32512.0).div(largest)).round()
+    is_wide = 24 * of_8_bits.abs().mean(2, keepdim=True) < 127
+    if weight.encoding.bits == 8:
+        is_wide[:] = True
+    else:
+        assert is_wide.sum() == (x == PEAK).sum()
+    integers = torch.where(is_wide, of_16_bits, 256 * of_8_bits)
+    return (integers.double() * (largest / 32512).double()).flatten(1)
 
 
 def used_numbers(library: ctypes.CDLL, weight: GroupedWeight) -> Tensor:

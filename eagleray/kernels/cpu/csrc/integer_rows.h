@@ -13,7 +13,7 @@
 namespace eagleray {
 
 constexpr int INTEGER_ROWS = 16;  // of a part of a tile
-constexpr int MAX_PEAK = 8;       // the largest input of a block of 8 bits, in root mean squares of its inputs
+constexpr int MAX_PEAK = 24;      // the largest input of a block of 8 bits, in means of its inputs' magnitudes
 
 // Up to INTEGER_ROWS rows, block by block. An integer is 256 * high + low; where it has 8 bits, low is 0.
 struct IntegerRows {
@@ -60,13 +60,13 @@ inline float largest_magnitude(const Bf16* x, int64_t size) {
   return to_float(Bf16{uint16_t(_mm512_reduce_max_epu32(words))});
 }
 
-// Write a block of one row as integers of BITS bits, x * `inverse` rounded. Return the sum of the squares of their upper
-// bytes.
+// Write a block of one row as integers of BITS bits, x * `inverse` rounded. Return the sum of the magnitudes of their
+// upper bytes.
 template <int BITS>
 inline int32_t write_block(const Bf16* x, float inverse, int64_t at, int64_t row, const IntegerRows& to) {
   int8_t *high = const_cast<int8_t*>(to.high(at, row)), *low = const_cast<int8_t*>(to.low(at, row));
   int32_t total = 0;
-  __m512i squares = _mm512_setzero_si512();
+  __m512i magnitudes = _mm512_setzero_si512();
   for (int64_t group = 0; group < to.groups; group++) {
     __m512i sum = _mm512_setzero_si512();
     for (int64_t i = group * INTEGER_GROUP; i < (group + 1) * INTEGER_GROUP; i += LANES) {
@@ -76,7 +76,7 @@ inline int32_t write_block(const Bf16* x, float inverse, int64_t at, int64_t row
       const __m512i lower = _mm512_sub_epi32(integers, _mm512_slli_epi32(upper, 8));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(upper));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(lower));
-      squares = _mm512_add_epi32(squares, _mm512_mullo_epi32(upper, upper));
+      magnitudes = _mm512_add_epi32(magnitudes, _mm512_abs_epi32(upper));
       sum = _mm512_add_epi32(sum, integers);
     }
     const int32_t of_group = _mm512_reduce_add_epi32(sum);
@@ -84,22 +84,21 @@ inline int32_t write_block(const Bf16* x, float inverse, int64_t at, int64_t row
     total += of_group;
   }
   to.sums[(at * (to.groups + 1) + to.groups) * to.count + row] = total;
-  return _mm512_reduce_add_epi32(squares);
+  return _mm512_reduce_add_epi32(magnitudes);
 }
 
 // Write the integers of a block of one row. `bits`: of the weight's codes. A block with an infinity or NaN has no finite
 // scale, so its products have no finite result.
 inline void write_integers(const Bf16* x, int64_t bits, int64_t at, int64_t row, const IntegerRows& to) {
   constexpr float LIMIT = 127, NEGLIGIBLE = 1e-30f;  // the integers of smaller numbers would overflow
-  constexpr int32_t LARGEST_SQUARE = 127 * 127;
   const float largest = largest_magnitude(x, to.block);
   const bool is_negligible = largest < NEGLIGIBLE;
   const float scale = is_negligible ? 0 : largest / (256 * LIMIT);
   const int64_t of_block = to.groups;
   bool is_wide = bits == 8;
   if (!is_wide) {
-    const int32_t squares = write_block<8>(x, is_negligible ? 0 : LIMIT / largest, at, row, to);
-    is_wide = !is_negligible && squares < LARGEST_SQUARE / (MAX_PEAK * MAX_PEAK) * to.block;
+    const int32_t magnitudes = write_block<8>(x, is_negligible ? 0 : LIMIT / largest, at, row, to);
+    is_wide = !is_negligible && MAX_PEAK * magnitudes < int32_t(LIMIT) * to.block;
   }
   if (is_wide) {
     write_block<16>(x, is_negligible ? 0 : 256 * LIMIT / largest, at, row, to);
