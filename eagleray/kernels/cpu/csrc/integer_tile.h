@@ -112,8 +112,11 @@ inline void add_four(__m512i codes, const IntegerRows& rows, int64_t at, int64_t
   }
 }
 
-// Compute the sums of a part of a block, inputs begin, ..., begin + count - 1, for HALVES halves of a panel. codes: of the
-// first half; row_sums: of the rows' integers; ahead: the distance of what is prefetched.
+constexpr int64_t NEAR_CODES = 2048;  // distance in bytes of prefetching from the second-level cache into the first
+
+// Compute the sums of a part of a block, inputs begin, ..., begin + count - 1, for HALVES halves of a panel; without wide
+// integers, a 256th of them. codes: of the first half; row_sums: of the rows' integers; ahead: the distance of what is
+// prefetched into the second-level cache.
 template <int BITS, int ROWS, bool IS_WIDE, int HALVES>
 inline void sum_part(const uint8_t* codes, const IntegerRows& rows, int64_t at, int64_t begin, int64_t count,
                      const int32_t* row_sums, int64_t ahead, __m512i (&sums)[HALVES][ROWS]) {
@@ -124,14 +127,20 @@ inline void sum_part(const uint8_t* codes, const IntegerRows& rows, int64_t at, 
   for (int half = 0; half < HALVES; half++)
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++)
-      high[half][row] = _mm512_setzero_si512(), low[half][row] = _mm512_set1_epi32(-ZERO * row_sums[row]);
+      (IS_WIDE ? low : high)[half][row] = _mm512_set1_epi32(-ZERO * (IS_WIDE ? row_sums[row] : row_sums[row] / 256));
+  if (IS_WIDE)
+#pragma GCC unroll 2
+    for (auto& of_half : high)
+#pragma GCC unroll 16
+      for (auto& sum : of_half) sum = _mm512_setzero_si512();
   codes += begin * PANEL * BITS / 8;
 #pragma GCC unroll 4
   for (int64_t input = begin; input < begin + count; input += INPUTS, codes += 2 * CODE_VECTOR)
 #pragma GCC unroll 2
     for (int half = 0; half < HALVES; half++) {
       const __m512i packed = _mm512_loadu_si512(codes + half * CODE_VECTOR);
-      __builtin_prefetch(codes + half * CODE_VECTOR + ahead);
+      __builtin_prefetch(codes + half * CODE_VECTOR + ahead, 0, 2);
+      __builtin_prefetch(codes + half * CODE_VECTOR + NEAR_CODES);
       auto add = add_four<ROWS, IS_WIDE>;
       if (BITS == 8) {
         add(_mm512_xor_si512(packed, _mm512_set1_epi8(int8_t(ZERO_8))), rows, at, input, high[half], low[half]);
@@ -144,10 +153,11 @@ inline void sum_part(const uint8_t* codes, const IntegerRows& rows, int64_t at, 
 #pragma GCC unroll 2
   for (int half = 0; half < HALVES; half++)
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row++) sums[half][row] = join_halves(high[half][row], low[half][row]);
+    for (int row = 0; row < ROWS; row++)
+      sums[half][row] = IS_WIDE ? join_halves(high[half][row], low[half][row]) : high[half][row];
 }
 
-// Compute the sums of a block for HALVES halves of a panel from `first` on.
+// Compute the sums of a block, or a 256th of them, for HALVES halves of a panel from `first` on.
 template <int BITS, int ROWS, bool IS_WIDE, int HALVES>
 inline void sum_block(const IntegerLayout& layout, const uint8_t* block, int first, const IntegerRows& rows, int64_t at,
                       int64_t ahead, __m512i (&sums)[HALVES][ROWS]) {
@@ -198,8 +208,15 @@ void multiply_integer_vectors(const IntegerLayout& layout, const IntegerRows& ro
 #pragma GCC unroll 2
     for (int first = 0; first < 2; first += HALVES) {
       __m512i products[HALVES][ROWS];
-      auto sum = BITS == 8 || rows.is_wide(at) ? sum_block<BITS, ROWS, true, HALVES> : sum_block<BITS, ROWS, false, HALVES>;
-      sum(layout, block, first, rows, at, ahead, products);
+      if (BITS == 8 || rows.is_wide(at)) {
+        sum_block<BITS, ROWS, true, HALVES>(layout, block, first, rows, at, ahead, products);
+      } else {
+        sum_block<BITS, ROWS, false, HALVES>(layout, block, first, rows, at, ahead, products);
+#pragma GCC unroll 2
+        for (auto& of_half : products)
+#pragma GCC unroll 16
+          for (auto& sum : of_half) sum = _mm512_slli_epi32(sum, 8);
+      }
 #pragma GCC unroll 2
       for (int half = 0; half < HALVES; half++)
 #pragma GCC unroll 16
@@ -246,24 +263,24 @@ struct DecodedBlocks {
   uint8_t* block(int64_t index, int64_t size) { return bytes + index * size % DECODED_INPUTS * PANEL; }
 };
 
-// Decode codes of 4 bits: (code - ZERO_4) * multiple for each. The products are those of words of 16 bits, whose lower
-// bytes count.
+// Decode codes of 4 bits: (code - ZERO_4) * multiple for each. Two codes lie in a word of 16 bits and are multiplied
+// together, because a product with the multiple's magnitude fits into a byte. Where the multiple is negative, the code is
+// 15 - code, and so its zero 15 - ZERO_4.
 inline void decode_integers(const IntegerLayout& layout, const uint8_t* block, uint8_t* to) {
+  static_assert(15 * MAX_MULTIPLE < 256 && 15 - ZERO_4 == ZERO_4 - 1 && ZERO_4 == 1 << 3);
   constexpr int64_t GROUP_VECTORS = INTEGER_GROUP / 8;
-  const __m512i even = _mm512_set1_epi16(0x000f), odd = _mm512_set1_epi16(0x0f00), lower = _mm512_set1_epi16(0x00ff);
+  const __m512i nibbles = _mm512_set1_epi8(15), first_bytes = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
   const uint8_t* from = block;
   for (int64_t group = 0; group < layout.block / INTEGER_GROUP; group++) {
     for (int half = 0; half < 2; half++) {
       const __m512i multiple = layout.has_multiples ? layout.multiples(block, group, half) : _mm512_set1_epi32(1);
-      const __m512i factor =
-          _mm512_or_si512(_mm512_slli_epi32(multiple, 16), _mm512_and_si512(multiple, _mm512_set1_epi32(0xffff)));
-      const __m512i bytes = _mm512_or_si512(_mm512_slli_epi16(factor, 8), _mm512_and_si512(factor, lower));
-      // ZERO_4 * multiple in each byte
-      const __m512i zero = _mm512_and_si512(_mm512_slli_epi16(bytes, 3), _mm512_set1_epi8(int8_t(0xf8)));
+      const __m512i negative = _mm512_srai_epi32(multiple, 31), flip = _mm512_and_si512(negative, nibbles);
+      const __m512i magnitudes = _mm512_shuffle_epi8(_mm512_abs_epi32(multiple), first_bytes);
+      const __m512i factors = _mm512_and_si512(magnitudes, _mm512_set1_epi16(0x00ff));
+      const __m512i zeros = _mm512_sub_epi8(_mm512_slli_epi16(magnitudes, 3), _mm512_and_si512(magnitudes, negative));
       auto decode = [&](__m512i codes) {
-        const __m512i evens = _mm512_mullo_epi16(_mm512_and_si512(codes, even), factor);
-        const __m512i odds = _mm512_mullo_epi16(_mm512_and_si512(codes, odd), factor);
-        return _mm512_sub_epi8(_mm512_ternarylogic_epi32(lower, evens, odds, 0xca), zero);  // lower ? evens : odds
+        const __m512i flipped = _mm512_ternarylogic_epi32(codes, nibbles, flip, 0x6a);  // (codes & nibbles) ^ flip
+        return _mm512_sub_epi8(_mm512_mullo_epi16(flipped, factors), zeros);
       };
 #pragma GCC unroll 4
       for (int64_t vector = 0; vector < GROUP_VECTORS; vector++) {
@@ -336,7 +353,7 @@ inline void multiply_block(const int8_t* rows, const int8_t* rows_2, const uint8
   }
 #pragma GCC unroll 4
   for (int step = 0; step < STEPS; step++, integers += INTEGER_STEP * PANEL) {
-    advance_by(prefetch, vectors);
+    fetch_to_second_level(prefetch, vectors);
     _tile_loadd(FIRST_BYTES, integers, 4 * PANEL);
     _tile_loadd(ROWS_1, rows + step * INTEGER_STEP, STRIDE);
     if (HAS_TWO) _tile_loadd(ROWS_2, rows_2 + step * INTEGER_STEP, STRIDE);
@@ -382,18 +399,17 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
       const int64_t vectors = part == 0 ? layout.vectors / STEPS : 0;
       const bool is_wide = rows.is_wide(at);
       taken = !is_wide && part + 1 < num_parts && !parts[part + 1].is_wide(at) ? 2 : 1;
-      if (is_wide) multiply_block<STEPS, true>(rows.high(at), rows.low(at), integers, prefetch, vectors);
-      else if (taken == 2) multiply_block<STEPS, true>(rows.high(at), parts[part + 1].high(at), integers, prefetch, vectors);
-      else multiply_block<STEPS, false>(rows.high(at), nullptr, integers, prefetch, vectors);
+      const int8_t* second = is_wide ? rows.low(at) : taken == 2 ? parts[part + 1].high(at) : nullptr;
+      auto multiply = second ? multiply_block<STEPS, true, Ahead> : multiply_block<STEPS, false, Ahead>;
+      multiply(rows.high(at), second, integers, prefetch, vectors);
       add_pending();
       if (part == 0) scales.emplace(layout, block);
-      if (is_wide || taken == 2) products[buffer].store<true>();
+      if (second) products[buffer].store<true>();
       else products[buffer].store<false>();
       for (num_pending = 0; num_pending < taken; num_pending++) {
         const IntegerRows& own = parts[part + num_pending];
-        pending[num_pending] = {&products[buffer],       num_pending,
-                                is_wide,                 own.scales + at * own.count,
-                                own.totals + at * own.count, own.count,
+        const int64_t first = at * own.count;
+        pending[num_pending] = {&products[buffer], num_pending, is_wide, own.scales + first, own.totals + first, own.count,
                                 sums + (part + num_pending) * INTEGER_ROWS * PANEL};
       }
     }

@@ -218,7 +218,8 @@ class Block {
     visit_panels(panels, [&](Place at, std::optional<Place> next, float* sums) {
       const BlockSpan blocks = blocks_of(grouping, at);
       auto from = reinterpret_cast<const char*>(blocks.from);
-      Prefetch prefetch{from + PREFETCH_BYTES, divide_up(bytes, vectors)};
+      const int64_t distance = has_integers() ? PREFETCH_BYTES_OF_INTEGERS : PREFETCH_BYTES;
+      Prefetch prefetch{from + distance, divide_up(bytes, vectors)};
       if (num_tiles > 1) prefetch = {from, 0};
       if (num_tiles > 1 && next) {
         const BlockSpan following = blocks_of(grouping, *next);

@@ -146,6 +146,7 @@ constexpr int columns_of(int rows) {
 
 constexpr int64_t CACHE_LINE = 64;  // bytes
 constexpr int PREFETCH_BYTES = 12288;  // distance of prefetching where a panel is read once
+constexpr int PREFETCH_BYTES_OF_INTEGERS = 24576;  // the same, where codes are multiplied faster than they are read
 
 // Memory to prefetch during a tile: `pace` bytes, at most 128, with each pair of k.
 struct Prefetch {
