@@ -110,13 +110,17 @@ class RandomSampler:
 
         highest: [n] the highest of each of the logits, which must be finite.
         """
+        draws = Draws(
+            logit_indices,
+            settings.temperature,
+            settings.uniforms,
+            _least_weights(settings),
+            settings.top_k,
+            settings.top_p,
+        )
+        if self._ranking.draw(logits, highest, draws, out=out):
+            return
         for group, draw in self._groups(settings):
-            if draw == self._draw_from_all:
-                own_settings = settings.at(group)
-                least_weights = _least_weights(own_settings)
-                draws = Draws(logit_indices[group], own_settings.temperature, own_settings.uniforms, least_weights)
-                if self._ranking.draw(logits, highest, draws, out=out):
-                    continue
             for part in np.split(group, range(self._num_rows, len(group), self._num_rows)):
                 at = torch.from_numpy(logit_indices[part]).to(self._device)
                 own = torch.index_select(logits, 0, at, out=self._logits[: len(part)])
