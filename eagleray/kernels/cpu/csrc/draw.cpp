@@ -140,18 +140,33 @@ struct Ones {
   int64_t operator[](int) const { return 1; }
 };
 
-// Call visit(id, key, amount) for the tokens of the row until it returns true.
+// Unsigned keys, of which certain bits are known.
+struct Known {
+  uint32_t mask = 0, bits = 0;
+
+  bool fit(uint32_t key) const { return (key & mask) == bits; }
+  bool fit_any(Words keys) const {
+    Ints fitting = (keys & mask) == bits;
+    uint64_t parts[sizeof fitting / sizeof(uint64_t)], any = 0;
+    std::memcpy(parts, &fitting, sizeof fitting);
+    for (uint64_t part : parts) any |= part;
+    return any != 0;
+  }
+};
+
+// Call visit(id, unsigned key, amount) for the tokens with such keys, by ascending id, until it returns true.
 template <class Amounts, class Visit>
-void for_tokens(const Row& row, Amounts&& amounts_of, Visit&& visit) {
+void for_tokens(const Row& row, const Known& known, Amounts&& amounts_of, Visit&& visit) {
   for (int64_t i = 0; i < row.size; i += LANES) {
     Floats logits = row(i);
-    Ints order = order_key(logits);
+    Words order = (Words)order_key(logits) ^ 0x80000000u;
+    if (!known.fit_any(order)) continue;
     auto amounts = amounts_of(logits);
     uint32_t keys[LANES];
     std::memcpy(keys, &order, sizeof keys);
     int lanes = int(std::min<int64_t>(LANES, row.size - i));
     for (int lane = 0; lane < lanes; lane++)
-      if (visit(int32_t(i + lane), keys[lane] ^ 0x80000000u, amounts[lane])) return;
+      if (known.fit(keys[lane]) && visit(int32_t(i + lane), keys[lane], amounts[lane])) return;
   }
 }
 
@@ -159,23 +174,22 @@ void for_tokens(const Row& row, Amounts&& amounts_of, Visit&& visit) {
 // digit by digit of the last token's key, by the sums of the amounts of each value that a digit has.
 template <class Amounts>
 Front find_front(const Row& row, int64_t target, Amounts&& amounts_of) {
-  uint64_t prefix = 0;
-  int64_t before = 0;
+  Known known;
+  int64_t before = 0;  // the sum of the amounts of higher keys
   for (Digit digit : DIGITS) {
     int64_t sums[1 << 11] = {};
-    uint64_t values = uint64_t(1) << digit.bits;
-    for_tokens(row, amounts_of, [&](int32_t, uint64_t key, int64_t amount) {
-      if (key >> digit.shift >> digit.bits == prefix) sums[key >> digit.shift & (values - 1)] += amount;
+    uint32_t last = (1u << digit.bits) - 1, value = last;
+    for_tokens(row, known, amounts_of, [&](int32_t, uint32_t key, int64_t amount) {
+      sums[key >> digit.shift & last] += amount;
       return false;
     });
-    uint64_t value = values - 1;
     while (value > 0 && before + sums[value] < target) before += sums[value--];
-    prefix = prefix << digit.bits | value;
+    known = {known.mask | last << digit.shift, known.bits | value << digit.shift};
   }
   Front front = row.front;
-  for_tokens(row, amounts_of, [&](int32_t id, uint64_t key, int64_t amount) {
-    if (key != prefix || (before += amount) < target) return false;
-    front = {int32_t(uint32_t(key) ^ 0x80000000u), id};
+  for_tokens(row, known, amounts_of, [&](int32_t id, uint32_t key, int64_t amount) {
+    if ((before += amount) < target) return false;
+    front = {int32_t(key ^ 0x80000000u), id};
     return true;
   });
   return front;
@@ -199,6 +213,12 @@ struct Draw {
   // Whether top_p alone restricts the draw, perhaps to few tokens.
   bool may_keep_few() const { return !keeps_all() && !keeps_few() && top_k == row.size; }
 
+  // The number of highest logits among which the kept ones are looked for. If only top_p tells how many these are, as
+  // many as there are blocks of keys: for more of them all blocks would be read.
+  int64_t num_highest() const {
+    return std::min(keeps_few() ? top_k : count_of(row.size, RANKED_BLOCK), int64_t(MAX_TOP_K));
+  }
+
   // What is found out by pieces of the row.
   bool needs_sums() const { return keeps_all() || may_keep_few(); }
   bool needs_keys() const { return keeps_few() || may_keep_few(); }
@@ -210,9 +230,9 @@ struct Token {
 };
 
 // Draw from the highest logits, or return -1 if they have less than the mass that top_p keeps of all. highest: keys of
-// the row, see `rank_blocks`; sums: of all tokens, unless top_k is small.
+// the row, see `rank_blocks`; sums: [blocks] of all tokens, unless top_k is small.
 int64_t draw_from_few(const Draw& draw, const int32_t* highest, const int64_t* sums) {
-  int64_t count = std::min<int64_t>(draw.top_k, MAX_TOP_K), total = 0;
+  int64_t count = draw.num_highest(), total = 0;
   int32_t ids[MAX_TOP_K];
   float logits[MAX_TOP_K];
   Token tokens[MAX_TOP_K];
@@ -236,12 +256,14 @@ int64_t draw_from_few(const Draw& draw, const int32_t* highest, const int64_t* s
   return token->id;
 }
 
-// sums: [blocks] memory for the sums of the front
+// sums: [blocks] of all tokens, unless top_k restricts the draw. They become those of the front.
 int64_t draw_from_front(const Draw& draw, int64_t* sums) {
   int64_t num_blocks = count_of(draw.row.size, BLOCK);
   Row row = draw.row;
-  if (draw.top_k < row.size) row.front = find_front(row, draw.top_k, [](Floats) { return Ones{}; });
-  sum_up(draw.weigh, row, 0, num_blocks, sums);
+  if (draw.top_k < row.size) {
+    row.front = find_front(row, draw.top_k, [](Floats) { return Ones{}; });
+    sum_up(draw.weigh, row, 0, num_blocks, sums);
+  }
   if (draw.top_p < 1) {
     row.front = find_front(row, mass_of(draw.top_p, total_of(sums, num_blocks)), draw.weigh);
     sum_up(draw.weigh, row, 0, num_blocks, sums);
@@ -267,8 +289,8 @@ int64_t draw_scratch_size(int64_t count, int64_t size) {
 void draw(Team& team, const float* logits, int64_t stride, int64_t size, const float* highest, const CDraws& draws,
           int64_t* ids, void* scratch) {
   int64_t num_blocks = count_of(size, BLOCK), num_pieces = count_of(num_blocks, BLOCKS_OF_PIECE);
-  int64_t* sums = static_cast<int64_t*>(scratch);                                    // [count, blocks]
-  int32_t* keys = reinterpret_cast<int32_t*>(sums + draws.count * num_blocks);       // [count, blocks, KEYS_OF_BLOCK]
+  int64_t* sums = static_cast<int64_t*>(scratch);                               // [count, blocks]
+  int32_t* keys = reinterpret_cast<int32_t*>(sums + draws.count * num_blocks);  // [count, blocks, KEYS_OF_BLOCK]
   team.for_each_shard([&](Shard shard) {
     Span own = range_of(shard, draws.count * num_pieces);
     for (int64_t index = own.begin; index < own.end; index++) {
