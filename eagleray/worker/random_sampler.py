@@ -10,6 +10,8 @@ first, so top_k keeps exactly k. The vocabulary is never sorted: a small top_k n
 histogram over the distance to the highest logit finds the bucket in which the last kept token lies, and only the tokens
 of that bucket are sorted.
 
+The ranking's own function draws if it has one, as on CPUs. What is here in torch has the same rules.
+
 Uniform numbers depend on a seed and a position alone. They come from SplitMix64 (Steele, Lea and Flood, "Fast
 splittable pseudorandom number generators", OOPSLA 2014) as a counter-based generator: its n-th output is a hash of
 (initial state + n * golden gamma), so any position of any stream is reached at once, for all rows in a dozen numpy

@@ -15,7 +15,6 @@ from eagleray.kernels.cpu.ranking import NativeRanking
 from eagleray.kernels.ranking import DRAW_ONE_BITS, Draws, Ranking
 from eagleray.worker.random_sampler import DrawSettings, RandomSampler
 
-
 ALL_TOKENS = 2**20
 """A top_k that restricts no draw of these tests."""
 
