@@ -103,7 +103,7 @@ class Forward(Protocol):
 
     def decode(self, rows: Sequence[int], cache: KVCache, head: Operation, table: DecodeTable) -> list[int] | None:
         """Compute the last known token of each of `rows`, without duplicates, and append the next one to its row in
-        `table`: the token of the highest logit, or a draw from all tokens, the same to the last bit as by a pass, the
+        `table`: the token of the highest logit, or a draw, the same to the last bit as by a pass, the
         head and a `Ranking`. Returns these tokens, -1 for a row without a finite highest logit, which gets token 0.
         Returns None, and changes nothing, if a row needs anything else or the backend cannot do it.
         """

@@ -29,7 +29,7 @@ class DecodeTable:
     features: Int64Array
     """Flags of what the choice of a row's token takes; 0 if it is the token of the highest logit."""
     random: int
-    """The flag of a random draw. Draws that top_k or top_p restrict are not taken by a decode step."""
+    """The flag of a random draw."""
     streams: npt.NDArray[np.uint64]
     """Initial states of random numbers."""
     temperature: npt.NDArray[np.float32]

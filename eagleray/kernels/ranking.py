@@ -61,7 +61,7 @@ class Ranking:
 
 
 class Draws(NamedTuple):
-    """Random draws of one token each, from all tokens of its row."""
+    """Random draws of one token each, from those tokens of its row that top_k, and of these top_p, keep."""
 
     rows: npt.NDArray[np.int64]
     """[m] no row twice"""
@@ -70,7 +70,12 @@ class Draws(NamedTuple):
     uniforms: npt.NDArray[np.float64]
     """[m] numbers of (0, 1) that decide"""
     least_weights: npt.NDArray[np.int64]
-    """[m] Tokens of a lower weight are not drawn. The likeliest one weighs 2**DRAW_ONE_BITS."""
+    """[m] Tokens of a lower weight are not drawn, and weigh nothing for top_p. The likeliest one weighs
+    2**DRAW_ONE_BITS."""
+    top_k: npt.NDArray[np.int64]
+    """[m] above 0; the size of the vocabulary, or more, if it does not restrict the draw"""
+    top_p: npt.NDArray[np.float64]
+    """[m] of (0, 1]; 1 if it does not restrict the draw"""
 
 
 def rank_tokens(logits: Tensor, mask: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ first, so top_k keeps exactly k. The vocabulary is never sorted: a small top_k n
 histogram over the distance to the highest logit finds the bucket in which the last kept token lies, and only the tokens
 of that bucket are sorted.
 
+The ranking's own function draws if it has one, as on CPUs. What is here in torch has the same rules.
+
 Uniform numbers depend on a seed and a position alone. They come from SplitMix64 (Steele, Lea and Flood, "Fast
 splittable pseudorandom number generators", OOPSLA 2014) as a counter-based generator: its n-th output is a hash of
 (initial state + n * golden gamma), so any position of any stream is reached at once, for all rows in a dozen numpy
@@ -110,13 +112,17 @@ class RandomSampler:
 
         highest: [n] the highest of each of the logits, which must be finite.
         """
+        draws = Draws(
+            logit_indices,
+            settings.temperature,
+            settings.uniforms,
+            _least_weights(settings),
+            settings.top_k,
+            settings.top_p,
+        )
+        if self._ranking.draw(logits, highest, draws, out=out):
+            return
         for group, draw in self._groups(settings):
-            if draw == self._draw_from_all:
-                own_settings = settings.at(group)
-                least_weights = _least_weights(own_settings)
-                draws = Draws(logit_indices[group], own_settings.temperature, own_settings.uniforms, least_weights)
-                if self._ranking.draw(logits, highest, draws, out=out):
-                    continue
             for part in np.split(group, range(self._num_rows, len(group), self._num_rows)):
                 at = torch.from_numpy(logit_indices[part]).to(self._device)
                 own = torch.index_select(logits, 0, at, out=self._logits[: len(part)])

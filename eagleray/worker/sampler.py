@@ -31,7 +31,7 @@ from eagleray.worker.downloads import HostArray
 from eagleray.worker.grammar_rows import GrammarRows, PendingMasks
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.logprobs import RAW_LOGPROBS, ScoreKind, sample_logprobs
-from eagleray.worker.random_sampler import FEW, RandomSampler, uniform
+from eagleray.worker.random_sampler import RandomSampler, uniform
 from eagleray.worker.sampling_state import SamplingFeature, SamplingState
 from eagleray.worker.token_table import IntArray
 
@@ -236,8 +236,7 @@ class HostSampler(TokenSampler[HostPlan]):
             block_table=rows.block_table,
             block_size=rows.block_size,
             features=state.use,
-            # a vocabulary of few tokens is drawn from as with a small top_k
-            random=SamplingFeature.RANDOM if state.vocab_size > FEW else 0,
+            random=SamplingFeature.RANDOM,
             streams=state.streams,
             temperature=state.temperature,
             min_p=state.min_p,

@@ -13,10 +13,13 @@ from checkpoints import make_checkpoint
 from harness import Answer, LocalEngine, random_prompt
 from safetensors.torch import load_file, save_file
 
+from eagleray.kernels.cpu.ranking import NativeRanking
+from eagleray.kernels.ranking import Ranking
 from eagleray.models.base import Model
 
 VOCAB_SIZE = 384
 NAN_TOKEN = 7
+INFINITE_TOKEN = 9
 
 REQUESTS: list[dict[str, Any]] = [
     {"max_tokens": 40},
@@ -24,8 +27,8 @@ REQUESTS: list[dict[str, Any]] = [
     {"max_tokens": 33, "temperature": 1.5, "seed": -1, "min_p": 0.05},
     {"max_tokens": 9, "temperature": 1e30, "seed": 2**63},
     {"max_tokens": 12, "temperature": 1.0, "seed": 5, "top_k": 1},
-    {"max_tokens": 6, "temperature": 1.0, "seed": 6, "top_k": 20},
-    {"max_tokens": 5, "temperature": 1.0, "seed": 7, "top_p": 0.7},
+    {"max_tokens": 26, "temperature": 1.0, "seed": 6, "top_k": 20, "top_p": 0.95},
+    {"max_tokens": 25, "temperature": 1.0, "seed": 7, "top_p": 0.7},
     {"max_tokens": 6, "logprobs": 3},
     {"max_tokens": 5, "temperature": 0.7, "seed": 8, "repetition_penalty": 1.3},
     {"max_tokens": 4, "logit_bias": {11: 4.0}, "allowed_token_ids": (9, 10, 11)},
@@ -111,7 +114,8 @@ def test_decode_step_after_preemptions_and_aborts_gives_the_tokens_of_requests_a
     prompts = [random_prompt(seed, 30, VOCAB_SIZE) for seed in range(6)]
 
     def add(engine: LocalEngine, index: int) -> None:
-        engine.add(str(index), prompts[index], max_tokens=40, temperature=0.5 * (index % 3), seed=index)
+        restriction = {"top_k": 20, "top_p": 0.95} if index % 2 else {}
+        engine.add(str(index), prompts[index], max_tokens=40, temperature=0.5 * (index % 3), seed=index, **restriction)
 
     with start(checkpoint, num_kv_blocks=40) as engine:
         for index in range(6):
@@ -127,44 +131,89 @@ def test_decode_step_after_preemptions_and_aborts_gives_the_tokens_of_requests_a
             assert engine.run()[str(index)].token_ids == together[str(index)].token_ids
 
 
-def test_decode_step_draws_from_few_tokens_by_the_sampler(tmp_path, taken):
-    checkpoint = make_checkpoint(tmp_path, "qwen3", tokenizer=False, vocab_size=256)
-    with start(checkpoint) as engine:
-        engine.add("greedy", [5, 6, 7], max_tokens=8)
-        engine.run()
-        assert taken["whole"] >= 6
-        taken.clear()
-        engine.add("drawn", [5, 6, 7], max_tokens=8, temperature=1.0)
-        engine.run()
-    assert not taken["whole"]
+RESTRICTIONS: list[dict[str, Any]] = [
+    {"top_k": 20, "top_p": 0.95},
+    {"top_k": 1},
+    {"top_k": 2, "seed": -5},
+    {"top_k": 256},
+    {"top_k": 257, "top_p": 0.99},
+    {"top_k": 10_000, "top_p": 0.9, "min_p": 0.1},
+    {"top_k": 5, "min_p": 0.3},
+    {"top_p": 1e-12},
+    {"top_p": 0.3, "temperature": 2.0},
+    {"top_p": 0.9, "temperature": 0.6},
+    {"top_p": 0.9999999},
+    {"top_k": 50, "temperature": 1e30},
+    {},
+    {"temperature": 0.0},
+]
+"""The sampling of requests whose steps are all native, in mixed batches."""
 
 
-def make_nan_checkpoint(directory: Path) -> Path:
-    """Make a checkpoint that has no finite logits behind `NAN_TOKEN`."""
+def make_checkpoint_with_equal_logits(directory: Path, vocab_size: int) -> Path:
+    """Make a checkpoint whose logits are equal for four tokens each, so that a top_k or top_p often ends among them."""
+    checkpoint = make_checkpoint(
+        directory, "qwen3", tokenizer=False, vocab_size=vocab_size, tie_word_embeddings=False, initializer_range=0.2
+    )
+    path = checkpoint / "model.safetensors"
+    weights = load_file(path)
+    head = weights["lm_head.weight"]
+    weights["lm_head.weight"] = head[: len(head) // 4].repeat(4, 1)
+    save_file(weights, path, metadata={"format": "pt"})
+    return checkpoint
+
+
+@pytest.mark.parametrize("vocab_size", [256, VOCAB_SIZE, 4800])
+def test_decode_step_with_top_k_and_top_p_draws_the_tokens_of_plain_torch(vocab_size, tmp_path, taken, monkeypatch):
+    checkpoint = make_checkpoint_with_equal_logits(tmp_path, vocab_size)
+
+    def run() -> dict[str, Answer]:
+        with start(checkpoint, num_kv_blocks=400, max_num_batched_tokens=256) as engine:
+            for index, restriction in enumerate(RESTRICTIONS):
+                prompt = random_prompt(index, 5 + index, vocab_size)
+                engine.add(str(index), prompt, max_tokens=60, **{"temperature": 1.0, "seed": index, **restriction})
+            return engine.run()
+
+    found = run()
+    assert taken["whole"] > 100 and taken["by parts"] <= 1, "one step has the tables of positions extended"
+    assert sum(len(set(answer.token_ids)) for answer in found.values()) > 200, "draws differ from step to step"
+    monkeypatch.setattr(Model, "decode", lambda *_: None)
+    assert_equal(run(), found)
+    monkeypatch.setattr(NativeRanking, "draw", Ranking.draw)
+    assert_equal(run(), found)
+
+
+def make_broken_checkpoint(directory: Path) -> Path:
+    """Make a checkpoint that has no finite logits behind `NAN_TOKEN`, and whose logit of `INFINITE_TOKEN` is infinity
+    behind half of the other tokens, and minus infinity behind the others."""
     checkpoint = make_checkpoint(directory, "qwen3", tokenizer=False, vocab_size=VOCAB_SIZE, tie_word_embeddings=False)
     path = checkpoint / "model.safetensors"
     weights = load_file(path)
     weights["model.embed_tokens.weight"][NAN_TOKEN] = torch.nan
+    weights["lm_head.weight"][INFINITE_TOKEN] = 0
+    weights["lm_head.weight"][INFINITE_TOKEN, 0] = torch.inf
     save_file(weights, path, metadata={"format": "pt"})
     return checkpoint
 
 
 def test_decode_step_fails_a_row_without_finite_logits_and_no_other(tmp_path, taken, monkeypatch):
-    checkpoint = make_nan_checkpoint(tmp_path)
+    checkpoint = make_broken_checkpoint(tmp_path)
+    samplings: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 20, "top_p": 0.95}]
 
     def run() -> dict[str, Answer]:
-        with start(checkpoint) as engine:
-            for index in range(3):
-                engine.add(str(index), random_prompt(index, 6, NAN_TOKEN), max_tokens=12, temperature=float(index % 2))
-            for _ in range(3):
-                engine.step()
-            engine.add("broken", [NAN_TOKEN], max_tokens=5)
-            engine.add("also broken", [NAN_TOKEN], max_tokens=5, temperature=1.0)
+        with start(checkpoint, max_num_seqs=64, max_num_batched_tokens=256) as engine:
+            for index, sampling in enumerate(samplings * 16):
+                engine.add(str(index), random_prompt(index, 4, NAN_TOKEN), max_tokens=5, seed=index, **sampling)
+            for index, sampling in enumerate(samplings):
+                engine.add(f"broken {index}", [NAN_TOKEN], max_tokens=5, **sampling)
             return engine.run()
 
     found = run()
-    assert taken["whole"] > 5 and not taken["by parts"]
-    assert [found[name].finish_reason for name in ("broken", "also broken")] == ["error", "error"]
-    assert "no finite logits" in str(found["broken"].error)
+    assert taken["whole"] >= 4
+    for index in range(len(samplings)):
+        assert "no finite logits" in str(found[f"broken {index}"].error)
+        others = [found[str(other)] for other in range(index, 16 * len(samplings), len(samplings))]
+        assert any(len(answer.token_ids) == 5 for answer in others)
+        assert any(1 < len(answer.token_ids) < 5 and answer.error for answer in others), "failed in a decode step"
     monkeypatch.setattr(Model, "decode", lambda *_: None)
     assert_equal(found, run())

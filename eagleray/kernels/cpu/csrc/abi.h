@@ -325,6 +325,8 @@ typedef struct {
   const float* temperature;      // [count] above 0
   const double* uniforms;        // [count] numbers of (0, 1) that decide
   const int64_t* least_weights;  // [count] tokens of a lower weight are never drawn; at most the highest one
+  const int64_t* top_k;          // [count] above 0: tokens of which one is drawn, the size of a row or more for all
+  const double* top_p;           // [count] of (0, 1]: part of their weight that those must have of which one is drawn
 } CDraws;
 
 enum { DRAW_ONE_BITS = 40 };  // the highest weight is 2^DRAW_ONE_BITS
@@ -511,7 +513,7 @@ typedef struct {
 } CDecode;
 
 // Compute the last token of each of `rows` [num_rows], none of them twice, and choose the next one: that of the highest
-// logit, or a draw from all tokens. It becomes the row's last known token.
+// logit, or a draw. It becomes the row's last known token.
 //
 // logits: [num_rows, n of the head] memory for them; next: [num_rows] the chosen tokens, -1 for a row whose highest logit
 // is not finite, which gets token 0. Returns 0, and changes nothing, if a row computes another token or chooses in another

@@ -43,8 +43,7 @@ bool serves(const CDecode& step, const Rows& own) {
     int64_t row = own.rows[i], num_tokens = table.num_tokens[row], features = table.features[row];
     if (table.num_computed[row] + 1 != num_tokens || num_tokens > step.max_context) return false;
     if (num_tokens >= table.token_stride) return false;  // no room for another token
-    bool draws_from_all = features == table.random && table.top_k[row] >= step.head.n && table.top_p[row] >= 1;
-    if (features && !draws_from_all) return false;
+    if (features && features != table.random) return false;
   }
   return true;
 }
@@ -89,9 +88,9 @@ struct DecodeBatch {
 // Draw the tokens of those of the rows that draw and have a finite highest logit, into `ids`.
 void draw_some(const Rows& own, const float* logits, int64_t size, const float* highest, int64_t* ids, int threads) {
   const CDecodeTable& table = own.table;
-  std::vector<int64_t> indices, least_weights;
+  std::vector<int64_t> indices, least_weights, top_k;
   std::vector<float> temperature;
-  std::vector<double> uniforms;
+  std::vector<double> uniforms, top_p;
   for (int64_t i = 0; i < own.count; i++) {
     int64_t row = own.rows[i];
     if (!table.features[row] || !std::isfinite(highest[i])) continue;
@@ -99,9 +98,12 @@ void draw_some(const Rows& own, const float* logits, int64_t size, const float* 
     temperature.push_back(table.temperature[row]);
     uniforms.push_back(uniform(uint64_t(table.streams[row]), table.num_tokens[row]));
     least_weights.push_back(int64_t(std::ceil(table.min_p[row] * double(int64_t(1) << DRAW_ONE_BITS))));
+    top_k.push_back(table.top_k[row]);
+    top_p.push_back(table.top_p[row]);
   }
   if (indices.empty()) return;
-  CDraws draws{int64_t(indices.size()), indices.data(), temperature.data(), uniforms.data(), least_weights.data()};
+  CDraws draws{int64_t(indices.size()), indices.data(), temperature.data(), uniforms.data(),
+               least_weights.data(),    top_k.data(),   top_p.data()};
   auto scratch = allocate<int64_t>(divide_up(draw_scratch_size(draws.count, size), sizeof(int64_t)));
   run_team(threads, [&](Team& team) { draw(team, logits, size, size, highest, draws, ids, scratch.get()); });
 }

@@ -11,8 +11,6 @@ typedef int32_t Quarter __attribute__((vector_size(16)));  // [4]
 
 // Logits that one thread takes at a time. The size does not depend on the number of threads.
 constexpr int64_t PIECE = 4096;
-// Logits of a block; `top_k` reads only the k blocks with the highest logits.
-constexpr int64_t BLOCK = 64;
 
 int64_t count_of(int64_t size, int64_t each) { return (size + each - 1) / each; }
 
@@ -71,7 +69,7 @@ int32_t highest_key(const float* x, int64_t size) {
 // The first index whose key is `wanted`. There must be one.
 int64_t find(const float* x, int64_t size, int32_t wanted) {
   int64_t i = 0;
-  while (i + BLOCK < size && highest_key(x + i, BLOCK) != wanted) i += BLOCK;
+  while (i + RANKED_BLOCK < size && highest_key(x + i, RANKED_BLOCK) != wanted) i += RANKED_BLOCK;
   while (order_key(x[i]) != wanted) i++;
   return i;
 }
@@ -105,26 +103,6 @@ struct TopRanks {
     count = k;
   }
 };
-
-// highest: the highest key of each block of the row. The k highest logits are in the k highest blocks, because each of
-// these has a logit that precedes all logits of every other block.
-void top_k_of_row(const float* row, int64_t size, const int32_t* highest, int64_t k, int32_t* ids, float* values) {
-  int64_t num_blocks = count_of(size, BLOCK);
-  TopRanks blocks(std::min(k, num_blocks)), top(k);
-  for (int64_t block = 0; block < num_blocks; block++) blocks.insert(rank_of(highest[block], block));
-  blocks.prune();
-  if (num_blocks >= k) top.last = blocks.last & ~uint64_t(UINT32_MAX);  // below the highest logits of k blocks
-  for (int64_t i = 0; i < blocks.count; i++) {
-    int64_t begin = index_of(blocks.ranks[i]) * BLOCK, end = std::min(begin + BLOCK, size);
-    for (int64_t id = begin; id < end; id++) top.insert(rank_of(order_key(row[id]), id));
-  }
-  top.prune();
-  std::sort(top.ranks, top.ranks + k, std::greater<uint64_t>());
-  for (int64_t i = 0; i < k; i++) {
-    ids[i] = int32_t(index_of(top.ranks[i]));
-    values[i] = row[ids[i]];
-  }
-}
 
 // ---- masks
 
@@ -197,8 +175,34 @@ void find_highest(Team& team, const float* logits, int64_t stride, int64_t num_r
 
 }  // namespace
 
+void rank_blocks(const float* x, int64_t size, int32_t* highest) {
+  int64_t i = 0;
+  for (; i + RANKED_BLOCK <= size; i += RANKED_BLOCK) *highest++ = highest_key(x + i, RANKED_BLOCK);
+  if (i < size) *highest = highest_key(x + i, size - i);
+}
+
+// The k highest logits are in the k highest blocks, because each of these has a logit that precedes all logits of every
+// other block.
+void top_k_of_row(const float* row, int64_t size, const int32_t* highest, int64_t k, int32_t* ids, float* values) {
+  int64_t num_blocks = count_of(size, RANKED_BLOCK);
+  TopRanks blocks(std::min(k, num_blocks)), top(k);
+  for (int64_t block = 0; block < num_blocks; block++) blocks.insert(rank_of(highest[block], block));
+  blocks.prune();
+  if (num_blocks >= k) top.last = blocks.last & ~uint64_t(UINT32_MAX);  // below the highest logits of k blocks
+  for (int64_t i = 0; i < blocks.count; i++) {
+    int64_t begin = index_of(blocks.ranks[i]) * RANKED_BLOCK, end = std::min(begin + RANKED_BLOCK, size);
+    for (int64_t id = begin; id < end; id++) top.insert(rank_of(order_key(row[id]), id));
+  }
+  top.prune();
+  std::sort(top.ranks, top.ranks + k, std::greater<uint64_t>());
+  for (int64_t i = 0; i < k; i++) {
+    ids[i] = int32_t(index_of(top.ranks[i]));
+    values[i] = row[ids[i]];
+  }
+}
+
 int64_t ranking_scratch_size(int64_t num_rows, int64_t size) {
-  int64_t blocks = count_of(size, BLOCK), pieces = count_of(size, PIECE);
+  int64_t blocks = count_of(size, RANKED_BLOCK), pieces = count_of(size, PIECE);
   return num_rows * std::max(blocks, 2 * pieces) * int64_t(sizeof(int32_t));
 }
 
@@ -214,13 +218,10 @@ void argmax(Team& team, const float* logits, int64_t stride, int64_t num_rows, i
 void top_k(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k,
            int32_t* ids, float* values, void* scratch) {
   int32_t* highest = static_cast<int32_t*>(scratch);  // [num_rows, blocks]
-  int64_t num_blocks = count_of(size, BLOCK);
+  int64_t num_blocks = count_of(size, RANKED_BLOCK);
   for_pieces(team, num_rows, size, [&](int64_t, Piece piece) {
-    const float* x = logits + piece.row * stride + piece.begin;
-    int32_t* to = highest + piece.row * num_blocks + piece.begin / BLOCK;
-    int64_t i = 0;
-    for (; i + BLOCK <= piece.size; i += BLOCK) *to++ = highest_key(x + i, BLOCK);
-    if (i < piece.size) *to = highest_key(x + i, piece.size - i);
+    int32_t* to = highest + piece.row * num_blocks + piece.begin / RANKED_BLOCK;
+    rank_blocks(logits + piece.row * stride + piece.begin, piece.size, to);
   });
   for_rows(team, num_rows, [&](int64_t row) {
     top_k_of_row(logits + row * stride, size, highest + row * num_blocks, k, ids + row * k, values + row * k);

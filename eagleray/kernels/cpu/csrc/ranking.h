@@ -28,6 +28,17 @@ void argmax_allowed(Team& team, float* logits, int64_t stride, int64_t num_rows,
                     int64_t num_masks, const int32_t* masks, int64_t* ids, float* values, float* unmasked,
                     void* scratch);
 
+// ---- one row, for the functions of other files. Only the calling thread works.
+
+// Logits of a block. Of a row, only the k blocks with the highest logits are read again to find the k highest.
+constexpr int64_t RANKED_BLOCK = 64;
+
+// highest [ceil(size / RANKED_BLOCK)]: the highest key of each block of a row, or of a part that begins with a block.
+void rank_blocks(const float* x, int64_t size, int32_t* highest);
+
+// ids, values [k]: the k highest logits of a row in order. highest: of the row, see `rank_blocks`.
+void top_k_of_row(const float* row, int64_t size, const int32_t* highest, int64_t k, int32_t* ids, float* values);
+
 // ---- integers whose order is that of the logits
 
 inline int32_t order_key(float x) {
