@@ -34,10 +34,10 @@ from shapes import SHAPES, make
 from eagleray.kernels.cpu.huge_pages import WeightChunk
 from eagleray.models.base import Model
 from eagleray.models.registry import load_model
+from eagleray.process.host_memory import host_free_bytes
 from eagleray.weights import Sender, SharedMemorySender
 from eagleray.weights.gloo_group import BUCKET_BYTES, GlooGroup, reach_store
 from eagleray.weights.receiver import ReceiverPosition, WeightReceiver, open_receiver
-from eagleray.worker.memory import host_free_bytes
 from eagleray.worker.prefault import prefault_chunks
 from eagleray.worker.staged_update import check_tensors
 

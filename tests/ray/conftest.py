@@ -6,6 +6,7 @@ head has it too, because the tests and thus the engines run there; "far" is only
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import warnings
@@ -43,24 +44,21 @@ def cluster() -> Iterator[str]:
         for name, value in ray_cluster.NO_IDLE_WORKERS.items():
             patch.setenv(name, value)
         patch.delenv("RAY_ADDRESS", raising=False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from ray.cluster_utils import Cluster
-
-            made = Cluster(initialize_head=True, head_node_args=_node(num_cpus=4, acc=2))
-            made.add_node(**_node(num_cpus=2, num_gpus=2, acc=2, far=2, address="127.0.0.2"))
-            made.add_node(**_node(num_cpus=1, num_gpus=1, acc=2, far=2, address="127.0.0.3"))
-            made.add_node(**_node(num_cpus=1, acc=1, address="127.0.0.4"))
-        connection = connect(made.address, namespace="tests")
-        made_clusters[connection.address] = made
-        try:
-            yield connection.address
-        finally:
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, root, ignore_errors=True)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                connection.close()
-                made.shutdown()
-            shutil.rmtree(root, ignore_errors=True)
+                from ray.cluster_utils import Cluster
+
+                made = Cluster(initialize_head=True, head_node_args=_node(num_cpus=4, acc=2))
+                stack.callback(_without_warnings, made.shutdown)  # also when a further node does not start in time
+                made.add_node(**_node(num_cpus=2, num_gpus=2, acc=2, far=2, address="127.0.0.2"))
+                made.add_node(**_node(num_cpus=1, num_gpus=1, acc=2, far=2, address="127.0.0.3"))
+                made.add_node(**_node(num_cpus=1, acc=1, address="127.0.0.4"))
+            connection = connect(made.address, namespace="tests")
+            stack.callback(_without_warnings, connection.close)
+            made_clusters[connection.address] = made
+            yield connection.address
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +118,12 @@ def make_group() -> Iterator[ray_cluster.MakeGroup]:
     yield make
     for group_id in made:
         ray_cluster.remove(group_id)
+
+
+def _without_warnings(action: Callable[[], object]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        action()
 
 
 def _node(*, num_cpus: int, acc: int, num_gpus: int = 0, far: int = 0, address: str | None = None) -> dict[str, object]:

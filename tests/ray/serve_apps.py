@@ -25,13 +25,13 @@ def deployed(model: str | None, *, route_prefix: str = "/", **options: Any) -> I
     from ray import serve  # here, because it takes seconds, and every worker of pytest imports this module
 
     port = _free_port()
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     deployment = options.pop("deployment", {})
     env_vars = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS / "ray")])}
     actor_options = {"runtime_env": {"env_vars": env_vars}} | deployment.get("ray_actor_options", {})
     given = {"graceful_shutdown_wait_loop_s": 0.1} | deployment | {"ray_actor_options": actor_options}
     small = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 512, "max_num_seqs": 16} | options
     try:
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         serve.run(build_app(model, deployment=given, **small), route_prefix=route_prefix)
         url = f"http://127.0.0.1:{port}{route_prefix.rstrip('/')}"
         with httpx.Client(base_url=url, timeout=SECONDS, trust_env=False) as http:

@@ -29,7 +29,8 @@ def test_ray_update_with_kept_requests_loses_none_and_names_versions(tmp_path):
         undisturbed = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
         running = threading.Thread(target=lambda: outputs.extend(llm.generate(PROMPTS, PARAMS, use_tqdm=False)))
         running.start()
-        while llm._instance.client.num_in_flight < len(PROMPTS):
+        client = llm._instance.client
+        while client.num_in_flight < len(PROMPTS) or client.num_queued_seqs:  # an engine counts what has arrived
             time.sleep(0.005)
         assert llm.pause_generation(mode="keep")["num_kept"] == len(PROMPTS)
         llm.start_weight_update()
