@@ -2,7 +2,8 @@
 
 Both rates are measured (`limits.cpp`) whenever a figure is requested, so that it belongs to the same minute as the
 engines' figures. A step takes the longer of the two: reading the weights and the cache once, or the products of its
-tokens. Products with weights of 4 bits are counted as half, because processors multiply bytes twice as fast as bfloat16.
+tokens. Products with weights of 4 bits are counted as half, because processors multiply bytes twice as fast as
+bfloat16.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class ModelSizes:
         weights = self.num_layers * of_layer + self.head * self.head_item
         cache = self.num_layers * rows * context * self.cache_size
         seen = tokens * context + tokens * (tokens + 1) // 2
-        products = self.product * rows * tokens * self.num_layers * (self.attention + self.experts_per_token * self.expert)
+        of_token = self.num_layers * (self.attention + self.experts_per_token * self.expert)
+        products = self.product * rows * tokens * of_token
         products += rows * self.head + self.num_layers * rows * seen * 2 * self.query_size
         return max((weights + ITEM * cache) / machine.bytes_per_s, 2 * products / machine.operations_per_s)
 
