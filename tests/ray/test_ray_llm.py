@@ -45,6 +45,7 @@ def num_groups() -> int:
     return sum(entry["state"] != "REMOVED" for entry in placement_group_table().values())
 
 
+@pytest.mark.grid  # test_ray_engines.py divides a program's group, test_ray_workers.py starts workers in an actor's
 def test_llm_uses_the_users_placement_group(cluster, checkpoint, expected, make_group):
     group = placement_groups.handle(make_group({"acc": 1}, {"acc": 1}, {"acc": 1}))
     with LLM(

@@ -28,6 +28,7 @@ def hub(tmp_path, monkeypatch):
     server.close()
 
 
+@pytest.mark.grid  # tests/unit/hub fetches, test_model_ids.py with processes
 def test_llm_workers_and_engine_on_ray_fetch_the_model_once(cluster, hub, tmp_path):
     there = tmp_path / "there"
     with LLM(
