@@ -1,9 +1,9 @@
-// What the machine can do at most, with every core: read memory, and multiply pairs of bfloat16.
+// Measures how fast all cores together read memory and multiply pairs of bfloat16.
 //
 // usage: limits MEGABYTES THREADS -> one line: bytes/s read, floating-point operations/s
 //
-// Numbers for vectors are in registers. Matrices are loaded from the first-level cache as often as they have to be: the
-// eight registers for them allow four products for four loads. Both figures are medians of runs in turn, because the
+// Vectors stay in registers. Matrices are loaded from the first-level cache, since their eight registers allow no more
+// than four products for four loads. Both figures are medians of runs in turn, because the
 // speed of a virtual machine, that of its matrix instructions above all, changes several times in a second.
 #include <omp.h>
 #include <sys/mman.h>

@@ -42,7 +42,7 @@ have none of them."""
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the steps that are one native call, `whole`, and those that are computed `by parts`."""
+    """Counts the decode steps: `whole` ones take a single native call, the others run `by parts`."""
     counter: Counter[str] = Counter()
     decode = Model.decode
 

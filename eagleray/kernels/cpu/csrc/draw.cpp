@@ -219,7 +219,7 @@ struct Draw {
     return std::min(keeps_few() ? top_k : count_of(row.size, RANKED_BLOCK), int64_t(MAX_TOP_K));
   }
 
-  // What is found out by pieces of the row.
+  // Whether the draw needs the sums of the blocks' weights, or the keys of `rank_blocks`. Both are computed in parallel.
   bool needs_sums() const { return keeps_all() || may_keep_few(); }
   bool needs_keys() const { return keeps_few() || may_keep_few(); }
 };

@@ -1,4 +1,4 @@
-// Rows as integers of 16 bits, for products with weights of few bits that are integers themselves, see integer_tile.h.
+// Rows as integers of 16 or 8 bits, for products with weights of few bits that are integers themselves, see integer_tile.h.
 //
 // The inputs of a block of the weight share a scale, so an input is off by at most 2^-16 of the block's largest one.
 // bfloat16, in which the inputs arrive, was off by up to 2^-9 of each. Beside weights of 4 bits, whose own rounding is ten
@@ -13,7 +13,7 @@
 namespace eagleray {
 
 constexpr int INTEGER_ROWS = 16;  // of a part of a tile
-constexpr int MAX_PEAK = 24;      // the largest input of a block of 8 bits, in means of its inputs' magnitudes
+constexpr int MAX_PEAK = 24;      // the largest input of a block that gets 8 bits, divided by the mean magnitude
 
 // Up to INTEGER_ROWS rows, block by block. An integer is 256 * high + low; where it has 8 bits, low is 0.
 struct IntegerRows {
@@ -94,7 +94,6 @@ inline void write_integers(const Bf16* x, int64_t bits, int64_t at, int64_t row,
   const float largest = largest_magnitude(x, to.block);
   const bool is_negligible = largest < NEGLIGIBLE;
   const float scale = is_negligible ? 0 : largest / (256 * LIMIT);
-  const int64_t of_block = to.groups;
   bool is_wide = bits == 8;
   if (!is_wide) {
     const int32_t magnitudes = write_block<8>(x, is_negligible ? 0 : LIMIT / largest, at, row, to);
@@ -105,7 +104,7 @@ inline void write_integers(const Bf16* x, int64_t bits, int64_t at, int64_t row,
     to.wide[at] = 1;
   }
   to.scales[at * to.count + row] = scale;
-  to.totals[at * to.count + row] = scale * float(to.group_sums(at, of_block)[row]);
+  to.totals[at * to.count + row] = scale * float(to.block_sums(at)[row]);
 }
 
 }  // namespace eagleray

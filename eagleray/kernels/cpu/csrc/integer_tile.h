@@ -1,7 +1,7 @@
 // Products with weights of few bits that are integers, on processors that multiply integers of 8 bits by vector
 // instructions (VNNI), and perhaps by matrix instructions (AMX).
 //
-// Rows are integers of 16 bits as well (integer_rows.h), so the products of a block are added up without rounding, by
+// Rows are integers as well, of 16 bits or 8 (integer_rows.h), so the products of a block are added up without rounding, by
 // whatever instructions and in whatever order. The sum is multiplied by the scales of the weight and of the row, and
 // added to the total, block by block. So a row has the same bits in any company, although few rows are multiplied by
 // vectors, for which codes stay in registers, and more rows by matrix instructions where there are any.
@@ -264,8 +264,8 @@ struct DecodedBlocks {
 };
 
 // Decode codes of 4 bits: (code - ZERO_4) * multiple for each. Two codes lie in a word of 16 bits and are multiplied
-// together, because a product with the multiple's magnitude fits into a byte. Where the multiple is negative, the code is
-// 15 - code, and so its zero 15 - ZERO_4.
+// together, because a product with the multiple's magnitude fits into a byte. Where the multiple is negative,
+// 15 - code takes the place of the code, and 15 - ZERO_4 that of ZERO_4.
 inline void decode_integers(const IntegerLayout& layout, const uint8_t* block, uint8_t* to) {
   static_assert(15 * MAX_MULTIPLE < 256 && 15 - ZERO_4 == ZERO_4 - 1 && ZERO_4 == 1 << 3);
   constexpr int64_t GROUP_VECTORS = INTEGER_GROUP / 8;
@@ -327,7 +327,7 @@ inline void add_rows(PendingProducts pending, BlockScales scales) {
     const __m512i high = _mm512_load_si512(upper);
     return HAS_LOWER ? join_halves(high, _mm512_load_si512(upper + LOWER)) : high;
   };
-  if (!HAS_LOWER)  // exact, so that a row has the same bits beside wide ones
+  if (!HAS_LOWER)  // a power of two rounds nothing, so the result is that of joining with lower bytes of 0
     for (auto& scale : scales.scales) scale = _mm512_mul_ps(scale, _mm512_set1_ps(256));
 #pragma GCC unroll 4
   for (int64_t row = 0; row < pending.count; row++) {

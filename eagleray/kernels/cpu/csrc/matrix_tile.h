@@ -110,7 +110,8 @@ class MatrixRegisters {
   // Size them for products of some rows of integers, see integer_tile.h. What they hold is lost.
   static void size_for_integers(int64_t rows) {
     resize(int64_t(3) << 32 | rows, [=](MatrixSizes& sizes) {
-      for (int index : {FIRST_SUMS_1, FIRST_SUMS_2, SECOND_SUMS_1, SECOND_SUMS_2, ROWS_1, ROWS_2}) sizes.set(index, rows, 64);
+      for (int index : {FIRST_SUMS_1, FIRST_SUMS_2, SECOND_SUMS_1, SECOND_SUMS_2}) sizes.set(index, rows, 64);
+      for (int index : {ROWS_1, ROWS_2}) sizes.set(index, rows, 64);
       for (int index : {FIRST_BYTES, SECOND_BYTES}) sizes.set(index, 16, 64);
     });
   }
