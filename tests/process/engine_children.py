@@ -25,6 +25,7 @@ def hang_in_a_step(payload: bytes, parent: Parent) -> None:
 
 def die_in_a_step(payload: bytes, parent: Parent) -> None:
     def begin(self: Runner, plan: Any) -> NoReturn:
+        time.sleep(0.5)  # messages are sent by a thread, which an exit at once would not let run
         os._exit(3)
 
     Runner.begin = begin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -84,11 +85,14 @@ def test_remote_url_that_is_none_is_refused():
 
 
 def serve_once(listener: socket.socket, reply: bytes) -> None:
-    """Accept one connection, read a request and close after `reply`."""
+    """Accept one connection, read a request and close after `reply`.
+
+    The whole request is read: closing with bytes unread would reset the connection.
+    """
     connection, _ = listener.accept()
-    with connection:
-        while (data := connection.recv(65536)) and not data.endswith((b"}", b"\r\n\r\n")):
-            pass
+    with connection, connection.makefile("rb") as request:
+        headers = http.client.parse_headers(request) if request.readline() else {}
+        request.read(int(headers.get("Content-Length", 0)))
         connection.sendall(reply)
 
 
