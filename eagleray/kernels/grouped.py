@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-GROUP_SIZES = (128, 64, 32, 16)
+GROUP_SIZES = (256, 128, 64, 32, 16)
 """Numbers of columns that a group of a packed weight may have."""
 
 

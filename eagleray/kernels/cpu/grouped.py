@@ -25,11 +25,13 @@ SCALE_KINDS = {
 
 INT4_COLUMNS = 32
 """Columns of a group in a weight that is quantized to 4 bits when it is loaded."""
-BLOCK_SIZES = {WeightFormat.INT4: (256, 128, 64, 32), WeightFormat.INT8: (128, 64, 32)}
+BLOCK_SIZES = {WeightFormat.INT4: (256, 128, 64, 32), WeightFormat.INT8: (256, 128, 64, 32)}
 """Columns of a group in a weight that is quantized to 8 bits when it is loaded, or of the groups of 4 bits whose scales
 are multiples of one number. The largest that divides a weight is taken."""
 HEAD_COLUMNS = 64
 """Most columns of a group of 8 bits in the head, whose errors show in every logit."""
+FP8_COLUMNS = 128
+"""Most columns of a group in FP8: with matrix instructions, blocks are decoded ahead if several of them are kept."""
 ENCODINGS = {WeightFormat.INT4: Encoding.INT4, WeightFormat.INT8: Encoding.HALF_INT8}
 """The formats that weights can be quantized to in groups."""
 INTEGERS = frozenset({Encoding.INT4, Encoding.INT8, Encoding.HALF_INT8})
@@ -135,7 +137,7 @@ def in_groups(weight: QuantizedWeight) -> GroupedWeight | None:
 def _of_fp8(weight: Fp8Weight) -> GroupedWeight | None:
     rows, columns = weight.shape
     high, wide = weight.block
-    size = _group_size(columns, wide)
+    size = _group_size(columns, min(wide, FP8_COLUMNS))
     if size is None:
         return None
     firsts = torch.arange(0, columns, size) // wide  # the block in which each group lies

@@ -16,7 +16,7 @@ from eagleray.kernels.cpu.grouped import SCALE_KINDS, in_groups, layout, pack, p
 from eagleray.kernels.grouped import Encoding, GroupedWeight, value_table
 from eagleray.kernels.quantized import Mxfp4Weight, WeightFormat, quantize_fp8
 
-N, K = 72, 640
+N, K = 72, 768
 NUM_ROWS = (1, 2, 3, 5, 12, 13, 25, 40, 97, 130)
 TOLERANCE = 2e-6  # of the sum of the terms' magnitudes
 PEAK = 50.0  # an input so large that its block keeps integers of 16 bits
@@ -80,11 +80,13 @@ CASES = [
     (Encoding.INT4, 16, torch.float16, True),
     (Encoding.INT4, 32, torch.float16, False),
     (Encoding.INT4, 128, torch.bfloat16, True),
+    (Encoding.INT4, 256, torch.float16, False),
     (Encoding.NF4, 64, torch.float32, False),
     (Encoding.E2M1, 32, torch.bfloat16, False),
     (Encoding.INT8, 32, torch.float16, False),
     (Encoding.INT8, 16, torch.float16, True),
     (Encoding.HALF_INT8, 64, torch.float32, True),
+    (Encoding.HALF_INT8, 256, torch.float16, True),
     (Encoding.E4M3, 16, torch.float32, False),
     (Encoding.E4M3, 128, torch.float32, False),
 ]
@@ -97,7 +99,7 @@ def test_multiply_equals_float64_and_itself_in_any_batch(library, encoding, size
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
 def test_multiply_scales_with_divisors_equals_float64_and_itself_in_any_batch(library, columns):
-    check_products(library, weight_with_divisors(k=768, columns=columns))
+    check_products(library, weight_with_divisors(columns=columns))
 
 
 def check_products(library: ctypes.CDLL, weight: GroupedWeight) -> None:
@@ -232,6 +234,13 @@ def test_in_groups_columns_without_a_group_size_are_not_grouped():
     assert in_groups(quantize_fp8(torch.randn(20, 200), (128, 128))) is None
 
 
+def test_in_groups_fp8_with_one_scale_takes_groups_of_128():
+    weight = quantize_fp8(torch.randn(20, 512), (20, 512))
+    groups = in_groups(weight)
+    assert groups is not None and groups.group_size == 128
+    assert torch.equal(groups.dequantize(torch.float32), weight.dequantize(torch.float32))
+
+
 def test_in_groups_mxfp4_has_the_same_numbers():
     blocks = torch.randint(0, 256, (24, 4, 16), dtype=torch.uint8)
     weight = Mxfp4Weight(blocks, torch.randint(90, 160, (24, 4), dtype=torch.uint8))
@@ -243,7 +252,7 @@ def test_in_groups_mxfp4_has_the_same_numbers():
 def test_in_groups_scale_for_each_row_is_repeated():
     weight = random_weight(Encoding.INT8, K, torch.float32, has_offsets=True)
     groups = in_groups(weight)
-    assert groups is not None and groups.group_size == 128
+    assert groups is not None and groups.group_size == 256
     assert torch.equal(groups.dequantize(torch.float32), weight.dequantize(torch.float32))
 
 

@@ -18,7 +18,7 @@
 
 namespace eagleray {
 
-constexpr int64_t MAX_GROUP_PAIRS = 64;
+constexpr int64_t MAX_GROUP_PAIRS = 128;
 constexpr int64_t CODE_VECTOR = 64;  // bytes of codes that are decoded together
 
 #ifdef HAS_MATRICES

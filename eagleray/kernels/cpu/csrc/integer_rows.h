@@ -12,20 +12,25 @@
 
 namespace eagleray {
 
-constexpr int INTEGER_ROWS = 16;  // of a part of a tile
-constexpr int MAX_PEAK = 24;      // the largest input of a block that gets 8 bits, divided by the mean magnitude
+constexpr int INTEGER_ROWS = 16;      // of a part of a tile
+constexpr int64_t INTEGER_STEP = 64;  // inputs of a matrix instruction
+constexpr int MAX_PEAK = 24;          // the largest input of a block that gets 8 bits, divided by the mean magnitude
 
 // Up to INTEGER_ROWS rows, block by block. An integer is 256 * high + low; where it has 8 bits, low is 0.
 struct IntegerRows {
   int64_t count, block, groups;  // rows, and the inputs and groups of INTEGER_GROUP inputs of a block
-  int8_t* halves;                // [blocks][high, low][count][block]
+  int8_t* halves;                // [blocks * block / INTEGER_STEP][high, low][count][INTEGER_STEP]
   float* scales;                 // [blocks][count]
   float* totals;                 // [blocks][count]: the sum of the inputs, as they were rounded
   int32_t* sums;                 // [blocks][groups + 1][count]: the integers of each group, and of the block
   uint8_t* wide;                 // [blocks]: 1 if a row has integers of 16 bits in the block
 
-  const int8_t* high(int64_t at, int64_t row = 0) const { return halves + (2 * at * count + row) * block; }
-  const int8_t* low(int64_t at, int64_t row = 0) const { return high(at, count + row); }
+  // The upper and lower bytes of INTEGER_STEP inputs of a row, from input `first` of the block on.
+  int8_t* high(int64_t at, int64_t first = 0, int64_t row = 0) const {
+    return halves + 2 * count * (at * block + first) + row * INTEGER_STEP;
+  }
+  int8_t* low(int64_t at, int64_t first = 0, int64_t row = 0) const { return high(at, first, count + row); }
+  int64_t stride() const { return 2 * count * INTEGER_STEP; }  // from one INTEGER_STEP inputs to the next
   float scale(int64_t at, int64_t row) const { return scales[at * count + row]; }
   float total(int64_t at, int64_t row) const { return totals[at * count + row]; }
   const int32_t* group_sums(int64_t at, int64_t group) const { return sums + (at * (groups + 1) + group) * count; }
@@ -64,7 +69,6 @@ inline float largest_magnitude(const Bf16* x, int64_t size) {
 // upper bytes.
 template <int BITS>
 inline int32_t write_block(const Bf16* x, float inverse, int64_t at, int64_t row, const IntegerRows& to) {
-  int8_t *high = const_cast<int8_t*>(to.high(at, row)), *low = const_cast<int8_t*>(to.low(at, row));
   int32_t total = 0;
   __m512i magnitudes = _mm512_setzero_si512();
   for (int64_t group = 0; group < to.groups; group++) {
@@ -74,8 +78,9 @@ inline int32_t write_block(const Bf16* x, float inverse, int64_t at, int64_t row
       if (BITS == 8) integers = _mm512_slli_epi32(integers, 8);
       const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(integers, _mm512_set1_epi32(128)), 8);
       const __m512i lower = _mm512_sub_epi32(integers, _mm512_slli_epi32(upper, 8));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(upper));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(lower));
+      const int64_t first = i / INTEGER_STEP * INTEGER_STEP;
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to.high(at, first, row) + i - first), _mm512_cvtepi32_epi8(upper));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to.low(at, first, row) + i - first), _mm512_cvtepi32_epi8(lower));
       magnitudes = _mm512_add_epi32(magnitudes, _mm512_abs_epi32(upper));
       sum = _mm512_add_epi32(sum, integers);
     }

@@ -100,15 +100,16 @@ inline __m512i join_halves(__m512i high, __m512i low) { return _mm512_add_epi32(
 
 // ---- few rows, by vectors
 
-// Add the products of one vector of codes, of four inputs, with each row. IS_WIDE: see `IntegerRows.is_wide`.
+// Add the products of one vector of codes, of four inputs, with each row. inputs: the upper bytes of the first row's;
+// IS_WIDE: see `IntegerRows.is_wide`.
 template <int ROWS, bool IS_WIDE>
-inline void add_four(__m512i codes, const IntegerRows& rows, int64_t at, int64_t input, __m512i (&high)[ROWS],
-                     __m512i (&low)[ROWS]) {
+inline void add_four(__m512i codes, const int8_t* inputs, __m512i (&high)[ROWS], __m512i (&low)[ROWS]) {
 #pragma GCC unroll 16
   for (int row = 0; row < ROWS; row++) {
-    high[row] = _mm512_dpbusd_epi32(high[row], codes, _mm512_set1_epi32(read<int32_t>(rows.high(at, row) + input)));
+    const int8_t* from = inputs + row * INTEGER_STEP;
+    high[row] = _mm512_dpbusd_epi32(high[row], codes, _mm512_set1_epi32(read<int32_t>(from)));
     if (IS_WIDE)
-      low[row] = _mm512_dpbusd_epi32(low[row], codes, _mm512_set1_epi32(read<int32_t>(rows.low(at, row) + input)));
+      low[row] = _mm512_dpbusd_epi32(low[row], codes, _mm512_set1_epi32(read<int32_t>(from + ROWS * INTEGER_STEP)));
   }
 }
 
@@ -134,22 +135,25 @@ inline void sum_part(const uint8_t* codes, const IntegerRows& rows, int64_t at, 
 #pragma GCC unroll 16
       for (auto& sum : of_half) sum = _mm512_setzero_si512();
   codes += begin * PANEL * BITS / 8;
+  const int8_t* inputs = rows.high(at, begin / INTEGER_STEP * INTEGER_STEP) + begin % INTEGER_STEP;
+  const int64_t together = std::min(count, INTEGER_STEP);
+  for (int64_t done = 0; done < count; done += together, inputs += rows.stride())
 #pragma GCC unroll 4
-  for (int64_t input = begin; input < begin + count; input += INPUTS, codes += 2 * CODE_VECTOR)
+    for (int64_t input = 0; input < together; input += INPUTS, codes += 2 * CODE_VECTOR)
 #pragma GCC unroll 2
-    for (int half = 0; half < HALVES; half++) {
-      const __m512i packed = _mm512_loadu_si512(codes + half * CODE_VECTOR);
-      __builtin_prefetch(codes + half * CODE_VECTOR + ahead, 0, 2);
-      __builtin_prefetch(codes + half * CODE_VECTOR + NEAR_CODES);
-      auto add = add_four<ROWS, IS_WIDE>;
-      if (BITS == 8) {
-        add(_mm512_xor_si512(packed, _mm512_set1_epi8(int8_t(ZERO_8))), rows, at, input, high[half], low[half]);
-      } else {
-        const __m512i nibble = _mm512_set1_epi8(15);
-        add(_mm512_and_si512(packed, nibble), rows, at, input, high[half], low[half]);
-        add(_mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble), rows, at, input + 4, high[half], low[half]);
+      for (int half = 0; half < HALVES; half++) {
+        const __m512i packed = _mm512_loadu_si512(codes + half * CODE_VECTOR);
+        __builtin_prefetch(codes + half * CODE_VECTOR + ahead, 0, 2);
+        __builtin_prefetch(codes + half * CODE_VECTOR + NEAR_CODES);
+        auto add = add_four<ROWS, IS_WIDE>;
+        if (BITS == 8) {
+          add(_mm512_xor_si512(packed, _mm512_set1_epi8(int8_t(ZERO_8))), inputs + input, high[half], low[half]);
+        } else {
+          const __m512i nibble = _mm512_set1_epi8(15);
+          add(_mm512_and_si512(packed, nibble), inputs + input, high[half], low[half]);
+          add(_mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble), inputs + input + 4, high[half], low[half]);
+        }
       }
-    }
 #pragma GCC unroll 2
   for (int half = 0; half < HALVES; half++)
 #pragma GCC unroll 16
@@ -252,8 +256,6 @@ inline IntegerVectors<Ahead> choose_integer_vectors(const IntegerLayout& layout,
 
 #ifdef HAS_MATRICES
 
-constexpr int64_t INTEGER_STEP = 64;  // inputs of a matrix instruction
-constexpr int64_t MAX_INTEGER_BLOCK = 256;
 constexpr int64_t DECODED_INPUTS = 512;  // that are kept: 16 KB, which stay in the first-level cache
 
 // Integers of blocks, [block / 4][PANEL][4].
@@ -339,40 +341,58 @@ inline void add_rows(PendingProducts pending, BlockScales scales) {
   }
 }
 
-// Multiply one or two matrices of rows with the integers of a block of STEPS steps. The results are in the registers.
-// vectors: of codes, that advance the prefetching with each step.
-template <int STEPS, bool HAS_TWO, class Ahead>
-inline void multiply_block(const int8_t* rows, const int8_t* rows_2, const uint8_t* integers, Ahead& prefetch,
+// The upper or lower bytes of a part's rows in a block, a matrix for each step.
+struct RowBytes {
+  const int8_t* from;
+  int64_t stride;  // of steps
+};
+
+// Multiply one or two matrices of rows with the integers of a block of `size` inputs. The results are in the registers.
+// vectors: of codes, that advance the prefetching with each step. IS_NEAR: the integers are in the first-level cache;
+// else the next step's are prefetched into it, a quarter before each load, see `multiply_steps`.
+template <bool HAS_TWO, bool IS_NEAR, class Ahead>
+inline void multiply_block(RowBytes rows, RowBytes rows_2, const uint8_t* integers, int64_t size, Ahead& prefetch,
                            int64_t vectors) {
-  constexpr int64_t STRIDE = STEPS * INTEGER_STEP;
+  constexpr int64_t BYTES = INTEGER_STEP * PANEL, QUARTER = BYTES / 4;  // of a step's integers
+  auto fetch_quarter = [&](int quarter) {
+    if (quarter % 2 == 0) fetch_to_second_level(prefetch, vectors / 2);
+    const uint8_t* next = integers + BYTES + quarter * QUARTER;
+#pragma GCC unroll 16
+    for (int64_t at = 0; !IS_NEAR && at < QUARTER; at += CACHE_LINE) __builtin_prefetch(next + at);
+  };
   _tile_zero(FIRST_SUMS_1);
   _tile_zero(SECOND_SUMS_1);
   if (HAS_TWO) {
     _tile_zero(FIRST_SUMS_2);
     _tile_zero(SECOND_SUMS_2);
   }
-#pragma GCC unroll 4
-  for (int step = 0; step < STEPS; step++, integers += INTEGER_STEP * PANEL) {
-    fetch_to_second_level(prefetch, vectors);
+  for (int64_t input = 0; input < size; input += INTEGER_STEP, integers += BYTES) {
+    fetch_quarter(0);
     _tile_loadd(FIRST_BYTES, integers, 4 * PANEL);
-    _tile_loadd(ROWS_1, rows + step * INTEGER_STEP, STRIDE);
-    if (HAS_TWO) _tile_loadd(ROWS_2, rows_2 + step * INTEGER_STEP, STRIDE);
+    fetch_quarter(1);
+    _tile_loadd(ROWS_1, rows.from, INTEGER_STEP);
+    fetch_quarter(2);
     _tile_loadd(SECOND_BYTES, integers + 4 * LANES, 4 * PANEL);
+    fetch_quarter(3);
     _tile_dpbssd(FIRST_SUMS_1, ROWS_1, FIRST_BYTES);
-    if (HAS_TWO) _tile_dpbssd(FIRST_SUMS_2, ROWS_2, FIRST_BYTES);
     _tile_dpbssd(SECOND_SUMS_1, ROWS_1, SECOND_BYTES);
-    if (HAS_TWO) _tile_dpbssd(SECOND_SUMS_2, ROWS_2, SECOND_BYTES);
+    rows.from += rows.stride;
+    if (HAS_TWO) {
+      _tile_loadd(ROWS_2, rows_2.from, INTEGER_STEP);
+      _tile_dpbssd(FIRST_SUMS_2, ROWS_2, FIRST_BYTES);
+      _tile_dpbssd(SECOND_SUMS_2, ROWS_2, SECOND_BYTES);
+      rows_2.from += rows_2.stride;
+    }
   }
 }
 
-// Add the products of the parts of a tile, INTEGER_ROWS rows each but the last, with blocks of STEPS steps to sums
-// [rows, PANEL], or begin them. The products of a block are scaled after the next block has been multiplied, so that
-// they do not wait for each other. decoded: for codes of 4 bits; is_decoded: it holds the blocks already.
-template <int STEPS, bool HAS_OFFSETS, class Ahead>
+// Add the products of the parts of a tile, INTEGER_ROWS rows each but the last, with blocks to sums [rows, PANEL], or
+// begin them. The products of a block are scaled after the next block has been multiplied, so that they do not wait for
+// each other. IS_CODED: 4 bits, which are decoded to `decoded`; is_decoded: it holds the blocks already.
+template <bool IS_CODED, bool HAS_OFFSETS, class Ahead>
 void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* parts, int64_t num_parts,
                                const BlockSpan& blocks, DecodedBlocks& decoded, bool is_decoded, float* sums,
                                Ahead prefetch) {
-  const bool is_coded = layout.bits == 4;
   BlockProducts products[2];
   int buffer = 0;
   PendingProducts pending[2];
@@ -392,19 +412,23 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
   const uint8_t* block = blocks.from;
   for (int64_t at = blocks.begin; at < blocks.begin + blocks.count; at++, block += layout.bytes) {
     uint8_t* decoded_block = decoded.block(at - blocks.begin, layout.block);
-    const uint8_t* integers = is_coded ? decoded_block : block;
-    if (is_coded && !is_decoded) decode_integers(layout, block, decoded_block);
+    const uint8_t* integers = IS_CODED ? decoded_block : block;
+    if (IS_CODED && !is_decoded) decode_integers(layout, block, decoded_block);
     for (int64_t part = 0, taken = 1; part < num_parts; part += taken, buffer ^= 1) {
       const IntegerRows& rows = parts[part];
-      const int64_t vectors = part == 0 ? layout.vectors / STEPS : 0;
+      const int64_t vectors = part == 0 ? layout.vectors * INTEGER_STEP / layout.block : 0;
       const bool is_wide = rows.is_wide(at);
       taken = !is_wide && part + 1 < num_parts && !parts[part + 1].is_wide(at) ? 2 : 1;
-      const int8_t* second = is_wide ? rows.low(at) : taken == 2 ? parts[part + 1].high(at) : nullptr;
-      auto multiply = second ? multiply_block<STEPS, true, Ahead> : multiply_block<STEPS, false, Ahead>;
-      multiply(rows.high(at), second, integers, prefetch, vectors);
+      const bool has_two = is_wide || taken == 2;
+      const RowBytes upper{rows.high(at), rows.stride()};
+      RowBytes second = upper;  // of either kind
+      if (is_wide) second.from = rows.low(at);
+      else if (has_two) second = {parts[part + 1].high(at), parts[part + 1].stride()};
+      auto multiply = has_two ? multiply_block<true, IS_CODED, Ahead> : multiply_block<false, IS_CODED, Ahead>;
+      multiply(upper, second, integers, layout.block, prefetch, vectors);
       add_pending();
       if (part == 0) scales.emplace(layout, block);
-      if (second) products[buffer].store<true>();
+      if (has_two) products[buffer].store<true>();
       else products[buffer].store<false>();
       for (num_pending = 0; num_pending < taken; num_pending++) {
         const IntegerRows& own = parts[part + num_pending];
@@ -424,10 +448,9 @@ using IntegerMatrices = void (*)(const IntegerLayout&, const IntegerRows*, int64
 // The function for more rows.
 template <class Ahead>
 inline IntegerMatrices<Ahead> choose_integer_matrices(const IntegerLayout& layout) {
-  if (layout.block == MAX_INTEGER_BLOCK) return multiply_integer_matrices<4, false, Ahead>;  // has multiples
-  if (layout.block == INTEGER_STEP)
-    return layout.has_offsets ? multiply_integer_matrices<1, true, Ahead> : multiply_integer_matrices<1, false, Ahead>;
-  return layout.has_offsets ? multiply_integer_matrices<2, true, Ahead> : multiply_integer_matrices<2, false, Ahead>;
+  if (layout.bits == 4)
+    return layout.has_offsets ? multiply_integer_matrices<true, true, Ahead> : multiply_integer_matrices<true, false, Ahead>;
+  return layout.has_offsets ? multiply_integer_matrices<false, true, Ahead> : multiply_integer_matrices<false, false, Ahead>;
 }
 
 #endif
