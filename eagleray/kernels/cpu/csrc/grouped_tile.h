@@ -24,9 +24,9 @@ constexpr int halves_of(int rows) { return rows <= 4 ? 2 : 1; }
 
 // Add the products of the groups first, ..., first + GROUPS - 1 to total [ROWS][2], in order, for the halves of the
 // panel from `begin` on.
-template <class Decode, class Rows, int ROWS, int GROUPS, class Ahead>
+template <class Decode, class Rows, int ROWS, int GROUPS>
 inline void add_groups(const Decode& decoder, const Rows& rows, const BlockSpan& groups, int64_t first, int begin,
-                       InputSums input_sums, Floats (&total)[ROWS][2], Ahead& prefetch) {
+                       InputSums input_sums, Floats (&total)[ROWS][2], PrefetchWithLines& prefetch) {
   constexpr int HALVES = halves_of(ROWS);
   const CGrouping& grouping = groups.grouping;
   const int64_t chunks = code_bytes(grouping) / (2 * CODE_VECTOR), pairs_of_group = grouping.size / 2;
@@ -70,9 +70,9 @@ inline void add_groups(const Decode& decoder, const Rows& rows, const BlockSpan&
 
 // x: as of `multiply_tile`, read from the inputs of the first group on. sums: [ROWS, PANEL]; if these are not the first
 // groups of the panel, they already hold the sums of those before.
-template <class Decode, class Ahead, int ROWS, template <class, int> class X>
+template <class Decode, int ROWS, template <class, int> class X>
 void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const BlockSpan& groups, InputSums input_sums,
-                           float* sums, Ahead prefetch) {
+                           float* sums, PrefetchWithLines prefetch) {
   constexpr int GROUPS = ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;  // at a time, since products in a row wait for each other
   constexpr int64_t SHORT = 32;                              // the processor itself overlaps groups up to this size
   const X<Bf16, ROWS> rows(x, groups.begin * groups.grouping.size);
@@ -111,9 +111,9 @@ void decode_group(const Decode& decoder, const BlockSpan& groups, int64_t group,
     }
 }
 
-template <class Decode, class Ahead, int ROWS, template <class, int> class X>
+template <class Decode, int ROWS, template <class, int> class X>
 void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const BlockSpan& groups, InputSums input_sums,
-                           float* sums, Ahead prefetch) {
+                           float* sums, PrefetchWithLines prefetch) {
   const CGrouping& grouping = groups.grouping;
   const int64_t pairs = grouping.size / 2;
   alignas(64) Bf16 decoded[MAX_GROUP_PAIRS * PANEL * 2];
@@ -121,7 +121,7 @@ void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const Bl
   if (groups.begin == 0) std::fill_n(sums, ROWS * PANEL, 0.0f);
   for (int64_t group = 0; group < groups.count; group++) {
     decode_group(decoder, groups, group, decoded);
-    multiply_tile<Bf16, Ahead, ROWS, X>(x, (groups.begin + group) * grouping.size, decoded, pairs, products, false,
+    multiply_tile<Bf16, PrefetchWithLines, ROWS, X>(x, (groups.begin + group) * grouping.size, decoded, pairs, products, false,
                                         prefetch);
     for (int at = 0; at < PANEL; at += LANES) {
       const Floats scale = load_scales(grouping, groups.scales(group), at);
@@ -138,21 +138,20 @@ void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const Bl
 
 #endif
 
-template <class Decode, class Ahead>
-using GroupedTile = void (*)(const Decode&, const Bf16* const*, const BlockSpan&, InputSums, float*, Ahead);
+template <class Decode>
+using GroupedTile = void (*)(const Decode&, const Bf16* const*, const BlockSpan&, InputSums, float*, PrefetchWithLines);
 
-template <class Decode, class Ahead, template <class, int> class X, int... ROWS>
-constexpr std::array<GroupedTile<Decode, Ahead>, sizeof...(ROWS)> list_grouped_tiles(
-    std::integer_sequence<int, ROWS...>) {
-  return {multiply_grouped_tile<Decode, Ahead, ROWS + 1, X>...};
+template <class Decode, template <class, int> class X, int... ROWS>
+constexpr std::array<GroupedTile<Decode>, sizeof...(ROWS)> list_grouped_tiles(std::integer_sequence<int, ROWS...>) {
+  return {multiply_grouped_tile<Decode, ROWS + 1, X>...};
 }
 
 // The function for a tile of 1 to GROUPED_TILE_ROWS rows.
-template <class Decode, class Ahead>
-inline GroupedTile<Decode, Ahead> choose_grouped_tile(int64_t rows, bool is_interleaved) {
+template <class Decode>
+inline GroupedTile<Decode> choose_grouped_tile(int64_t rows, bool is_interleaved) {
   using Sizes = std::make_integer_sequence<int, GROUPED_TILE_ROWS>;
-  static constexpr auto separate = list_grouped_tiles<Decode, Ahead, SeparateRows>(Sizes{});
-  static constexpr auto interleaved = list_grouped_tiles<Decode, Ahead, InterleavedRows>(Sizes{});
+  static constexpr auto separate = list_grouped_tiles<Decode, SeparateRows>(Sizes{});
+  static constexpr auto interleaved = list_grouped_tiles<Decode, InterleavedRows>(Sizes{});
   return (is_interleaved ? interleaved : separate)[rows - 1];
 }
 

@@ -187,9 +187,9 @@ inline void sum_block(const IntegerLayout& layout, const uint8_t* block, int fir
 }
 
 // Add the products of rows with blocks of a panel to sums [ROWS, PANEL], or begin them.
-template <int BITS, int ROWS, class Ahead>
+template <int BITS, int ROWS>
 void multiply_integer_vectors(const IntegerLayout& layout, const IntegerRows& rows, const BlockSpan& blocks, float* sums,
-                              Ahead prefetch) {
+                              PrefetchWithLines prefetch) {
   constexpr int HALVES = ROWS <= 4 ? 2 : 1;  // together; few rows have registers for both
   __m512 totals[2][ROWS];
 #pragma GCC unroll 2
@@ -209,7 +209,7 @@ void multiply_integer_vectors(const IntegerLayout& layout, const IntegerRows& ro
     }
     const BlockScales scales(layout, block);
     auto add = layout.has_offsets ? &BlockScales::add<true> : &BlockScales::add<false>;
-#pragma GCC unroll 2
+#pragma GCC unroll 1
     for (int first = 0; first < 2; first += HALVES) {
       __m512i products[HALVES][ROWS];
       if (BITS == 8 || rows.is_wide(at)) {
@@ -235,20 +235,17 @@ void multiply_integer_vectors(const IntegerLayout& layout, const IntegerRows& ro
     for (int row = 0; row < ROWS; row++) store(sums + row * PANEL + half * LANES, (Floats)totals[half][row]);
 }
 
-template <class Ahead>
-using IntegerVectors = void (*)(const IntegerLayout&, const IntegerRows&, const BlockSpan&, float*, Ahead);
+using IntegerVectors = void (*)(const IntegerLayout&, const IntegerRows&, const BlockSpan&, float*, PrefetchWithLines);
 
-template <int BITS, class Ahead, int... ROWS>
-constexpr std::array<IntegerVectors<Ahead>, sizeof...(ROWS)> list_integer_vectors(std::integer_sequence<int, ROWS...>) {
-  return {multiply_integer_vectors<BITS, ROWS + 1, Ahead>...};
+template <int BITS, int... ROWS>
+constexpr std::array<IntegerVectors, sizeof...(ROWS)> list_integer_vectors(std::integer_sequence<int, ROWS...>) {
+  return {multiply_integer_vectors<BITS, ROWS + 1>...};
 }
 
 // The function for 1 to VECTOR_ROWS rows.
-template <class Ahead>
-inline IntegerVectors<Ahead> choose_integer_vectors(const IntegerLayout& layout, int64_t rows) {
+inline IntegerVectors choose_integer_vectors(const IntegerLayout& layout, int64_t rows) {
   using Sizes = std::make_integer_sequence<int, VECTOR_ROWS>;
-  static constexpr auto of_4_bits = list_integer_vectors<4, Ahead>(Sizes{});
-  static constexpr auto of_8_bits = list_integer_vectors<8, Ahead>(Sizes{});
+  static constexpr auto of_4_bits = list_integer_vectors<4>(Sizes{}), of_8_bits = list_integer_vectors<8>(Sizes{});
   return (layout.bits == 4 ? of_4_bits : of_8_bits)[rows - 1];
 }
 
@@ -350,9 +347,9 @@ struct RowBytes {
 // Multiply one or two matrices of rows with the integers of a block of `size` inputs. The results are in the registers.
 // vectors: of codes, that advance the prefetching with each step. IS_NEAR: the integers are in the first-level cache;
 // else the next step's are prefetched into it, a quarter before each load, see `multiply_steps`.
-template <bool HAS_TWO, bool IS_NEAR, class Ahead>
-inline void multiply_block(RowBytes rows, RowBytes rows_2, const uint8_t* integers, int64_t size, Ahead& prefetch,
-                           int64_t vectors) {
+template <bool HAS_TWO, bool IS_NEAR>
+inline void multiply_block(RowBytes rows, RowBytes rows_2, const uint8_t* integers, int64_t size,
+                           PrefetchWithLines& prefetch, int64_t vectors) {
   constexpr int64_t BYTES = INTEGER_STEP * PANEL, QUARTER = BYTES / 4;  // of a step's integers
   auto fetch_quarter = [&](int quarter) {
     if (quarter % 2 == 0) fetch_to_second_level(prefetch, vectors / 2);
@@ -389,10 +386,10 @@ inline void multiply_block(RowBytes rows, RowBytes rows_2, const uint8_t* intege
 // Add the products of the parts of a tile, INTEGER_ROWS rows each but the last, with blocks to sums [rows, PANEL], or
 // begin them. The products of a block are scaled after the next block has been multiplied, so that they do not wait for
 // each other. IS_CODED: 4 bits, which are decoded to `decoded`; is_decoded: it holds the blocks already.
-template <bool IS_CODED, bool HAS_OFFSETS, class Ahead>
+template <bool IS_CODED, bool HAS_OFFSETS>
 void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* parts, int64_t num_parts,
                                const BlockSpan& blocks, DecodedBlocks& decoded, bool is_decoded, float* sums,
-                               Ahead prefetch) {
+                               PrefetchWithLines prefetch) {
   BlockProducts products[2];
   int buffer = 0;
   PendingProducts pending[2];
@@ -424,7 +421,7 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
       RowBytes second = upper;  // of either kind
       if (is_wide) second.from = rows.low(at);
       else if (has_two) second = {parts[part + 1].high(at), parts[part + 1].stride()};
-      auto multiply = has_two ? multiply_block<true, IS_CODED, Ahead> : multiply_block<false, IS_CODED, Ahead>;
+      auto multiply = has_two ? multiply_block<true, IS_CODED> : multiply_block<false, IS_CODED>;
       multiply(upper, second, integers, layout.block, prefetch, vectors);
       add_pending();
       if (part == 0) scales.emplace(layout, block);
@@ -441,16 +438,14 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
   add_pending();
 }
 
-template <class Ahead>
 using IntegerMatrices = void (*)(const IntegerLayout&, const IntegerRows*, int64_t, const BlockSpan&, DecodedBlocks&,
-                                 bool, float*, Ahead);
+                                 bool, float*, PrefetchWithLines);
 
 // The function for more rows.
-template <class Ahead>
-inline IntegerMatrices<Ahead> choose_integer_matrices(const IntegerLayout& layout) {
+inline IntegerMatrices choose_integer_matrices(const IntegerLayout& layout) {
   if (layout.bits == 4)
-    return layout.has_offsets ? multiply_integer_matrices<true, true, Ahead> : multiply_integer_matrices<true, false, Ahead>;
-  return layout.has_offsets ? multiply_integer_matrices<false, true, Ahead> : multiply_integer_matrices<false, false, Ahead>;
+    return layout.has_offsets ? multiply_integer_matrices<true, true> : multiply_integer_matrices<true, false>;
+  return layout.has_offsets ? multiply_integer_matrices<false, true> : multiply_integer_matrices<false, false>;
 }
 
 #endif

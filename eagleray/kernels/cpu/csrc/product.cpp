@@ -265,10 +265,10 @@ class Block {
         const int64_t count = rows.end - rows.begin;
 #ifdef HAS_MATRICES
         if (count > VECTOR_ROWS)
-          return choose_integer_matrices<decltype(ahead)>(layout)(layout, parts, divide_up(count, INTEGER_ROWS), blocks,
-                                                                  decoded, rows.begin > 0, to, ahead);
+          return choose_integer_matrices(layout)(layout, parts, divide_up(count, INTEGER_ROWS), blocks, decoded,
+                                                 rows.begin > 0, to, with_lines(ahead));
 #endif
-        choose_integer_vectors<decltype(ahead)>(layout, count)(layout, *parts, blocks, to, ahead);
+        choose_integer_vectors(layout, count)(layout, *parts, blocks, to, with_lines(ahead));
       });
     });
   }
@@ -304,8 +304,8 @@ class Block {
     with_decoder(grouping, [&](const auto& decoder) {
       visit_blocks(panels, grouping, [&](int64_t panel, BlockSpan groups, bool last, Prefetch prefetch, float* sums) {
         visit_tiles(panel, last, groups.count * vectors, prefetch, sums, [&](Span rows, float* to, auto ahead) {
-          choose_grouped_tile<std::decay_t<decltype(decoder)>, decltype(ahead)>(rows.end - rows.begin, is_interleaved())(
-              decoder, x + rows.begin, groups, input_sums + rows.begin, to, ahead);
+          choose_grouped_tile<std::decay_t<decltype(decoder)>>(rows.end - rows.begin, is_interleaved())(
+              decoder, x + rows.begin, groups, input_sums + rows.begin, to, with_lines(ahead));
         });
       });
     });

@@ -208,7 +208,12 @@ struct PrefetchWithLines {
   int64_t position, pace;  // in lines / 2^16; `pace` with each pair of k, 0 without lines
 };
 
-inline PrefetchWithLines with_lines(Prefetch prefetch) { return {prefetch, nullptr, 0, 0}; }
+// Tiles that take long to compile have one function for either kind of prefetching.
+inline PrefetchWithLines with_lines(Prefetch prefetch) {
+  static constexpr char line = 0;
+  static constexpr const char* lines[] = {&line};
+  return {prefetch, lines, 0, 0};
+}
 inline PrefetchWithLines with_lines(const PrefetchWithLines& prefetch) { return prefetch; }
 
 inline void advance(PrefetchWithLines& prefetch) {
