@@ -207,6 +207,7 @@ async def test_ray_engine_terminate_and_kill_remove_everything(cluster):
         assert not groups()
 
 
+@pytest.mark.grid  # the fixtures find what a launcher leaves
 @in_loop
 async def test_ray_launcher_close_kills_engines(cluster):
     async with fleet(config(cluster), instance(), **stand_in("Waits")) as made:
@@ -302,9 +303,9 @@ async def test_ray_launcher_resources_held_by_others_waits(cluster, make_group: 
 @pytest.mark.parametrize(
     ("policy", "nodes"),
     [
-        ("pack", ["head", "head", "other"]),
+        # tests/unit/cluster/test_engine_placement.py has every policy
+        pytest.param("pack", ["head", "head", "other"], marks=pytest.mark.grid),
         pytest.param("spread", ["127.0.0.2", "127.0.0.3", "127.0.0.4", "head"], marks=pytest.mark.grid),
-        # two engines are spread above, and tests/unit/cluster/test_engine_placement.py has every policy
         pytest.param("strict-spread", ["127.0.0.2", "127.0.0.3", "127.0.0.4", "head"], marks=pytest.mark.grid),
     ],
 )
@@ -321,6 +322,7 @@ async def test_ray_launcher_placement_policy_chooses_nodes(cluster, policy, node
         assert found[0] == head
 
 
+@pytest.mark.grid  # tests/unit/cluster/test_placement.py chooses among named nodes
 @in_loop
 async def test_ray_launcher_ray_nodes_restricts_placement(cluster):
     id_of = {ip: node for node, ip in ray_cluster.node_ips().items()}

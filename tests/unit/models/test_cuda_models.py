@@ -33,8 +33,8 @@ FAMILIES = {
     "deepseek_v2": {},
     "deepseek_v3": {},
 }
-LIKE_OTHERS = ("llama", "mistral", "qwen2", "mixtral", "deepseek_v2", "deepseek_v3")
-"""Families with the kernels of others."""
+RARE = ("llama", "mistral", "qwen2", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
+"""Families with the kernels of others, and the one that takes longest."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=pytest.mark.grid) if each in LIKE_OTHERS else each for each in FAMILIES]
+    "family", [pytest.param(each, marks=pytest.mark.grid) if each in RARE else each for each in FAMILIES]
 )
 def test_forward_on_cuda_kernels_equals_transformers(family, tmp_path):
     layers = {"num_hidden_layers": 2}

@@ -57,7 +57,7 @@ def flash_attn_with_kvcache(
     return out
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("mistral", marks=pytest.mark.grid)])
 def test_prompt_attention_of_mixed_batches_equals_our_kernels(family, monkeypatch, tmp_path):
     checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
     monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache))

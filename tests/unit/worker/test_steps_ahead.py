@@ -314,6 +314,7 @@ def test_serve_begins_the_next_step_while_the_device_computes(checkpoint, monkey
     assert queue.sent == [-1, -1, 0, -1, 1, 2]
 
 
+@pytest.mark.grid  # the interpreter of the kernels takes most of its time
 def test_engine_ahead_with_the_kernels_of_gpus_equals_plain_torch(checkpoint, monkeypatch):
     """The pass, the choice of tokens and log-probabilities are computed by the kernels of GPUs, interpreted, with
     padding to buckets. The host reads nothing before a step is complete."""
