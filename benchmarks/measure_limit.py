@@ -21,7 +21,7 @@ from typing import Any
 MEGABYTES = 1024
 ITEM = 2
 """Bytes per bfloat16."""
-OF_INT8, OF_INT8_HEAD = 1 + 4 / 128, 1 + 4 / 64
+OF_INT8, OF_INT8_HEAD = 1 + 4 / 256, 1 + 4 / 64
 """Bytes per weight, with the scale and the offset of a group."""
 OF_INT4 = 1 / 2 + 1 / 32 + 2 / 256
 """Bytes per weight, with the multiple of a group and the scale of a block."""

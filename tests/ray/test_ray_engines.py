@@ -348,6 +348,7 @@ async def test_ray_launcher_programs_group_is_divided_among_engines(cluster, mak
     assert placement_group_table()[group]["state"] == "CREATED"
 
 
+@pytest.mark.grid  # a group without a name is used above
 @in_loop
 async def test_ray_launcher_named_group_is_used(cluster, make_group: MakeGroup):
     group = make_group({"acc": 2.0}, name="mine")

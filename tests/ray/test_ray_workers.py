@@ -172,6 +172,7 @@ def test_start_ray_actors_workers_use_the_gpus_that_ray_assigned(start: Start) -
         assert "CUDA_VISIBLE_DEVICES" not in one.environment
 
 
+@pytest.mark.grid  # tests/unit/cluster/test_bundles.py divides groups and devices
 def test_start_ray_actors_two_engines_share_a_group_by_indices_and_a_device_by_fractions(
     start: Start, make_group: MakeGroup
 ) -> None:

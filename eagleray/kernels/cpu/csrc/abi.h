@@ -50,7 +50,7 @@ enum { MAX_MULTIPLE = 15 };  // of scales in a block, see CGrouping
 // a number of the weight is scale * value + offset.
 typedef struct {
   int64_t bits;         // of a code: 4 or 8
-  int64_t size;         // inputs of a group: 16, 32, 64 or 128; k is a multiple of it
+  int64_t size;         // inputs of a group: 16, 32, 64, 128 or 256; k is a multiple of it
   int64_t scale_kind;   // of scales and offsets: SCALE_*
   int64_t has_offsets;
   int64_t block;        // inputs of a block, whose groups have scales that are multiples, at most MAX_MULTIPLE times, of one

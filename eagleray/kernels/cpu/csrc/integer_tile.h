@@ -138,7 +138,6 @@ inline void sum_part(const uint8_t* codes, const IntegerRows& rows, int64_t at, 
   const int8_t* inputs = rows.high(at, begin / INTEGER_STEP * INTEGER_STEP) + begin % INTEGER_STEP;
   const int64_t together = std::min(count, INTEGER_STEP);
   for (int64_t done = 0; done < count; done += together, inputs += rows.stride())
-#pragma GCC unroll 4
     for (int64_t input = 0; input < together; input += INPUTS, codes += 2 * CODE_VECTOR)
 #pragma GCC unroll 2
       for (int half = 0; half < HALVES; half++) {

@@ -162,11 +162,14 @@ def test_max_tiles_has_room_for_the_worst_batch(num_tokens: int, num_slots: int)
 @pytest.mark.parametrize(
     ("capability", "dtype", "max_rank", "tile"),
     [
-        (90, "bf16", 16, 16),
         (90, "bf16", 256, 64),
         *(
             pytest.param(*case, marks=pytest.mark.grid)
-            for case in ((80, "bf16", 16, 16), (100, "bf16", 16, 16), (90, "bf16", 16, 64), (90, "fp32", 64, 64))
+            for case in (
+                *((capability, "bf16", 16, 16) for capability in (80, 90, 100)),
+                (90, "bf16", 16, 64),
+                (90, "fp32", 64, 64),
+            )
         ),
     ],
 )
