@@ -6,14 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).parents[2] / "scripts" / "trace_request.py"
 MAX_FILES = 60
 """Files of the API server and the engine together; lower it when a change needs fewer."""
 
 
-@pytest.mark.grid
 def test_streamed_completion_enters_no_more_files_than_the_limit():
     run = subprocess.run(
         [sys.executable, str(SCRIPT), "--limit", str(MAX_FILES)], capture_output=True, text=True, timeout=150

@@ -10,10 +10,13 @@ from agreement import answers, assert_agree
 from checkpoints import make_checkpoint
 from ray_cluster import ACC, FAR
 
-# (executor, family, tensor parallel, pipeline parallel, asynchronous, resource): the executor that test_ray_llm.py has
-# not. The grid has the other combinations.
+# (executor, family, tensor parallel, pipeline parallel, asynchronous, resource): each executor and each family, with
+# tensor and pipeline parallelism, and with and without steps ahead. The grid has the other combinations.
 # FAR: workers on two other nodes, reached by TCP; tensors between them go by gloo.
-PAIRS = [("ray-graph", "qwen3_moe", 2, 1, False, FAR)]
+PAIRS = [
+    ("ray", "qwen3", 2, 2, True, FAR),
+    ("ray-graph", "qwen3_moe", 2, 1, False, FAR),
+]
 GRID = [
     (executor, family, tp, pp, ahead, resource)
     for executor in ("ray", "ray-graph")
