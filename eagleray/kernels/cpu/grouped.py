@@ -15,7 +15,14 @@ from torch import Tensor
 
 from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.grouped import GROUP_SIZES, Encoding, GroupedWeight, value_table
-from eagleray.kernels.quantized import MXFP4_SCALE_BIAS, Fp8Weight, Mxfp4Weight, QuantizedWeight, WeightFormat
+from eagleray.kernels.quantized import (
+    FP8_COLUMNS,
+    MXFP4_SCALE_BIAS,
+    Fp8Weight,
+    Mxfp4Weight,
+    QuantizedWeight,
+    WeightFormat,
+)
 
 SCALE_KINDS = {
     torch.float16: abi.SCALE_FLOAT16,
@@ -25,13 +32,11 @@ SCALE_KINDS = {
 
 INT4_COLUMNS = 32
 """Columns of a group in a weight that is quantized to 4 bits when it is loaded."""
-BLOCK_SIZES = {WeightFormat.INT4: (256, 128, 64, 32), WeightFormat.INT8: (256, 128, 64, 32)}
+BLOCK_SIZES = (256, 128, 64, 32)
 """Columns of a group in a weight that is quantized to 8 bits when it is loaded, or of the groups of 4 bits whose scales
 are multiples of one number. The largest that divides a weight is taken."""
 HEAD_COLUMNS = 64
 """Most columns of a group of 8 bits in the head, whose errors show in every logit."""
-FP8_COLUMNS = 128
-"""Most columns of a group in FP8: with matrix instructions, blocks are decoded ahead if several of them are kept."""
 ENCODINGS = {WeightFormat.INT4: Encoding.INT4, WeightFormat.INT8: Encoding.HALF_INT8}
 """The formats that weights can be quantized to in groups."""
 INTEGERS = frozenset({Encoding.INT4, Encoding.INT8, Encoding.HALF_INT8})
@@ -107,7 +112,7 @@ def quantize(
     """Return a weight [rows, columns] in groups, or the weight itself if no block size divides it."""
     rows, columns = weight.shape
     most = HEAD_COLUMNS if is_head else columns
-    block = next((size for size in BLOCK_SIZES[kind] if size <= most and columns % size == 0), None)
+    block = next((size for size in BLOCK_SIZES if size <= most and columns % size == 0), None)
     if block is None:
         return weight
     encoding, plain = ENCODINGS[kind], weight.contiguous()
@@ -137,6 +142,7 @@ def in_groups(weight: QuantizedWeight) -> GroupedWeight | None:
 def _of_fp8(weight: Fp8Weight) -> GroupedWeight | None:
     rows, columns = weight.shape
     high, wide = weight.block
+    # Not more: with matrix instructions, blocks are decoded ahead of their use if several of them are kept.
     size = _group_size(columns, min(wide, FP8_COLUMNS))
     if size is None:
         return None

@@ -121,8 +121,8 @@ void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const Bl
   if (groups.begin == 0) std::fill_n(sums, ROWS * PANEL, 0.0f);
   for (int64_t group = 0; group < groups.count; group++) {
     decode_group(decoder, groups, group, decoded);
-    multiply_tile<Bf16, PrefetchWithLines, ROWS, X>(x, (groups.begin + group) * grouping.size, decoded, pairs, products, false,
-                                        prefetch);
+    multiply_tile<Bf16, PrefetchWithLines, ROWS, X>(x, (groups.begin + group) * grouping.size, decoded, pairs, products,
+                                                    false, prefetch);
     for (int at = 0; at < PANEL; at += LANES) {
       const Floats scale = load_scales(grouping, groups.scales(group), at);
       const Floats offset = grouping.has_offsets ? load_scales(grouping, groups.offsets(group), at) : Floats{};

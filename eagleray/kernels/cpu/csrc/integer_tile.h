@@ -208,7 +208,7 @@ void multiply_integer_vectors(const IntegerLayout& layout, const IntegerRows& ro
     }
     const BlockScales scales(layout, block);
     auto add = layout.has_offsets ? &BlockScales::add<true> : &BlockScales::add<false>;
-#pragma GCC unroll 1
+#pragma GCC unroll 2
     for (int first = 0; first < 2; first += HALVES) {
       __m512i products[HALVES][ROWS];
       if (BITS == 8 || rows.is_wide(at)) {

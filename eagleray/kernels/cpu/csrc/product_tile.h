@@ -208,7 +208,8 @@ struct PrefetchWithLines {
   int64_t position, pace;  // in lines / 2^16; `pace` with each pair of k, 0 without lines
 };
 
-// Tiles that take long to compile have one function for either kind of prefetching.
+// Prefetching of either kind as one type, for tiles that would take long to compile for both. Without lines, one that is
+// always the same is fetched again.
 inline PrefetchWithLines with_lines(Prefetch prefetch) {
   static constexpr char line = 0;
   static constexpr const char* lines[] = {&line};
