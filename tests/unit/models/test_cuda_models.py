@@ -33,7 +33,7 @@ FAMILIES = {
     "deepseek_v2": {},
     "deepseek_v3": {},
 }
-RARE = ("llama", "mistral", "qwen2", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
+IN_GRID = ("llama", "mistral", "qwen2", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
 """Families with the kernels of others, and the one that takes longest."""
 
 
@@ -43,7 +43,7 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=pytest.mark.grid) if each in RARE else each for each in FAMILIES]
+    "family", [pytest.param(each, marks=pytest.mark.grid) if each in IN_GRID else each for each in FAMILIES]
 )
 def test_forward_on_cuda_kernels_equals_transformers(family, tmp_path):
     layers = {"num_hidden_layers": 2}

@@ -118,7 +118,7 @@ def test_run_decodes_read_tokens_that_the_device_has(multiply_by_row) -> None:
     assert not torch.equal(run.run(batch_of(DECODES, last_tokens=last_tokens))[1], expected[1])
 
 
-@pytest.mark.grid
+@pytest.mark.grid  # interpreted kernels take seconds
 def test_run_batch_beyond_the_reserved_memory_grows(multiply_by_row) -> None:
     small, large = cuda_pass(captures=True).fill(), cuda_pass(captures=True).fill()
     small.program.reserve(PassLimits(num_tokens=2, num_rows=1, num_positions=4))
@@ -192,7 +192,7 @@ def test_run_after_capture_captures_nothing_and_uses_the_graphs(watched: Watched
         assert (watched.captured, watched.repeated) == (captured, repeated)
 
 
-@pytest.mark.grid
+@pytest.mark.grid  # interpreted kernels take seconds
 def test_run_with_another_tensor_of_last_tokens_captures_again(watched: Watched) -> None:
     run = cuda_pass(captures=True).fill()
     first, second = torch.full((4,), 1), torch.full((4,), 2)
@@ -232,7 +232,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> dict[int, WeakSet[PooledGraph]]:
     return PooledGraph.pools
 
 
-@pytest.mark.grid
+@pytest.mark.grid  # interpreted kernels take seconds
 def test_capture_after_graphs_were_dropped_uses_new_memory(pools: dict[int, WeakSet[PooledGraph]]) -> None:
     program = cuda_pass(captures=True).program
     program.reserve(PassLimits(num_tokens=8, num_rows=2, num_positions=8))
@@ -246,7 +246,7 @@ def test_capture_after_graphs_were_dropped_uses_new_memory(pools: dict[int, Weak
 # ---- memory
 
 
-@pytest.mark.grid
+@pytest.mark.grid  # interpreted kernels take seconds
 def test_run_buffers_stay_in_place_over_steps_and_modes() -> None:
     run = cuda_pass(captures=True).fill()
     program = run.program

@@ -169,7 +169,7 @@ VALUES = {PLAIN.value: "*bf16", FP8.value: "*fp8e4nv", MXFP4.value: "*u8"}
 SCALES = {PLAIN.value: "*bf16", FP8.value: "*fp32", MXFP4.value: "*i32"}
 
 
-def compile_product(
+def check_compiled_product(
     kind: int, model: tuple[int, int, int], tile: int, gated: bool, capability: int, directory: Path
 ) -> Any:
     """Compile the product as it is launched, and check the machine code."""
@@ -211,7 +211,6 @@ def compile_product(
         assert not compiled.spills
         assert "HGMMA" in compiled.instructions
         assert "LDGSTS" in compiled.instructions, "weights are on their way while others are multiplied"
-    return compiled
 
 
 MODELS = [(PLAIN.value, QWEN3_30B), (FP8.value, DEEPSEEK_V3), (MXFP4.value, GPT_OSS_20B)]
@@ -223,13 +222,13 @@ MODELS = [(PLAIN.value, QWEN3_30B), (FP8.value, DEEPSEEK_V3), (MXFP4.value, GPT_
 @pytest.mark.parametrize("tile", [16, *(pytest.param(tile, marks=pytest.mark.grid) for tile in (32, 64, 128))])
 def test_grouped_linear_compiles_for_hopper(kind: int, model: tuple[int, int, int], tile: int, tmp_path: Path) -> None:
     for gated in (True, False) if tile in (16, 128) else (True,):
-        compile_product(kind, model, tile, gated, 90, tmp_path)
+        check_compiled_product(kind, model, tile, gated, 90, tmp_path)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("capability", [80, 100])
 @pytest.mark.parametrize(("kind", "model"), MODELS)
 def test_grouped_linear_compiles(kind: int, model: tuple[int, int, int], capability: int, tmp_path: Path) -> None:
-    compile_product(kind, model, 16, True, capability, tmp_path)
+    check_compiled_product(kind, model, 16, True, capability, tmp_path)
     if kind != PLAIN.value:
-        compile_product(kind, model, 128, False, capability, tmp_path)
+        check_compiled_product(kind, model, 128, False, capability, tmp_path)
