@@ -4,8 +4,9 @@ python benchmarks/products.py [--shape OUTPUTS INPUTS] [--rows 1 16 32 256] [--f
 
 A figure is the processor time of one thread, in microseconds for a panel of 32 outputs and all rows. A tenth, half and
 nine tenths of the runs took no longer: neighbours on the same core slow some runs down. The ratios are those to the
-same shares of the runs of bfloat16, which take turns with the others. Weights stay in the caches.
-`EAGLERAY_CPU_KERNELS` chooses the variant of the kernels.
+same shares of the runs of bfloat16, which take turns with the others. Weights lie in the second- and third-level
+caches; how much of them lies in the second differs from process to process. `EAGLERAY_CPU_KERNELS` chooses the variant
+of the kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class MeasuredProduct:
         self._library = native_library()
         self._memory, grouping = self._pack(weight)
         outputs, inputs = weight.shape
-        self._rows, self._results = rows, _huge(4 * len(rows) * outputs)
+        self._rows, self._results = rows, WeightChunk.allocate(4 * len(rows) * outputs)
         self._product: CStruct = abi.CProduct(
             x=rows.data_ptr(),
             x_stride=inputs,
@@ -62,14 +63,14 @@ class MeasuredProduct:
         """Return the packed weight, and the layout of its groups if it has any."""
         outputs, inputs = weight.shape
         if self.kind == BF16:
-            memory = _huge(2 * self._library.er_packed_size(outputs, inputs, 1))
+            memory = WeightChunk.allocate(2 * self._library.er_packed_size(outputs, inputs, 1))
             self._library.er_pack(weight.data_ptr(), inputs, outputs, inputs, memory.data_ptr(), 1, 1)
             return memory, None
         quantized = quantize(self._library, weight, WeightFormat(self.kind))
         if not isinstance(quantized, GroupedWeight):
             raise SystemExit(f"{inputs} inputs cannot be divided into groups of {self.kind}; give a multiple of 32")
         grouping = layout(quantized)
-        memory = _huge(packed_size(self._library, grouping, outputs, inputs))
+        memory = WeightChunk.allocate(packed_size(self._library, grouping, outputs, inputs))
         pack(self._library, quantized, memory)
         return memory, grouping
 
@@ -81,12 +82,6 @@ class MeasuredProduct:
         for _ in range(self._count):
             self._library.er_multiply(self._product, 1, 1, 1)
         return (time.thread_time() - began) / self._count
-
-
-def _huge(size: int) -> Tensor:
-    """Return memory of at least `size` bytes in huge pages, as weights of a server have it."""
-    memory = WeightChunk.allocate(size)
-    return memory[-memory.data_ptr() % 64 :]
 
 
 def lines(products: list[MeasuredProduct], panels: int) -> Iterator[str]:
@@ -115,7 +110,7 @@ def main() -> None:
         while time.monotonic() < end:
             for product in products:
                 product.measure()
-        print("\n".join(lines(products, arguments.shape[0] // abi.PANEL_ROWS)), flush=True)
+        print("\n".join(lines(products, -(-arguments.shape[0] // abi.PANEL_ROWS))), flush=True)
 
 
 if __name__ == "__main__":
