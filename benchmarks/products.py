@@ -1,6 +1,6 @@
 """Times of products with packed weights, by format and number of rows, in turn in one process.
 
-python benchmarks/products.py [--shape OUTPUTS INPUTS] [--rows 1 16 32 256] [--formats int8 int4] [--seconds N]
+python benchmarks/products.py [--shape OUTPUTS INPUTS] [--rows 1 16 32 256] [--formats int8 int4 fp8] [--seconds N]
 
 A figure is the processor time of one thread, in microseconds for a panel of 32 outputs and all rows. A tenth, half and
 nine tenths of the runs took no longer: neighbours on the same core slow some runs down. The ratios are those to the
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.build.library import native_library
-from eagleray.kernels.cpu.grouped import Grouping, layout, pack, packed_size, quantize
+from eagleray.kernels.cpu.grouped import Grouping, in_groups, layout, pack, packed_size, quantize
 from eagleray.kernels.cpu.huge_pages import WeightChunk
 from eagleray.kernels.grouped import GroupedWeight
-from eagleray.kernels.quantized import WeightFormat
+from eagleray.kernels.quantized import WeightFormat, quantize_fp8
 
 BF16 = "bf16"
 SHARES = (10, 50, 90)
@@ -66,7 +66,10 @@ class MeasuredProduct:
             memory = WeightChunk.allocate(2 * self._library.er_packed_size(outputs, inputs, 1))
             self._library.er_pack(weight.data_ptr(), inputs, outputs, inputs, memory.data_ptr(), 1, 1)
             return memory, None
-        quantized = quantize(self._library, weight, WeightFormat(self.kind))
+        if self.kind == WeightFormat.FP8:
+            quantized: GroupedWeight | Tensor | None = in_groups(quantize_fp8(weight))
+        else:
+            quantized = quantize(self._library, weight, WeightFormat(self.kind))
         if not isinstance(quantized, GroupedWeight):
             raise SystemExit(f"{inputs} inputs cannot be divided into groups of {self.kind}; give a multiple of 32")
         grouping = layout(quantized)
@@ -98,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs=2, default=(3072, 1024), metavar=("OUTPUTS", "INPUTS"))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 256])
-    parser.add_argument("--formats", nargs="+", default=["int8", "int4"], choices=["int8", "int4"])
+    parser.add_argument("--formats", nargs="+", default=["int8", "int4"], choices=["int8", "int4", "fp8"])
     parser.add_argument("--seconds", type=float, default=5, help="of each number of rows")
     arguments = parser.parse_args()
     torch.manual_seed(0)

@@ -15,10 +15,10 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
-#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#ifdef __aarch64__
 #include <arm_neon.h>
 #endif
 #if defined(__x86_64__)
@@ -29,8 +29,11 @@
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define HAS_MATRICES  // instructions that multiply matrices, see matrix_tile.h
 #endif
+#ifdef __x86_64__
+#define HAS_INTEGER_PRODUCTS  // weights of integers are multiplied as integers, see integer_tile.h
+#endif
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
-#define HAS_INTEGER_PRODUCTS  // instructions that multiply bytes, see integer_tile.h
+#define HAS_BYTE_PRODUCTS  // by instructions that multiply bytes; otherwise pairs of 16 bits, see integer_sums.h
 #endif
 
 // Only the functions of the interface are visible in the library.
@@ -48,6 +51,8 @@ typedef float Floats __attribute__((vector_size(64)));           // [16]
 typedef int32_t Ints __attribute__((vector_size(64)));           // [16]
 typedef uint32_t Words __attribute__((vector_size(64)));         // [16]
 typedef uint16_t Halves __attribute__((vector_size(32)));        // [16] bit patterns of bfloat16
+typedef int16_t Int16s __attribute__((vector_size(32)));         // [16]
+typedef int8_t Int8s __attribute__((vector_size(16)));           // [16]
 
 struct Bf16 {
   uint16_t bits;
@@ -143,6 +148,52 @@ inline Floats select_below(Floats x, Floats y, Floats a, Floats b) {
 
 // The larger one: b if a is NaN, NaN if b is NaN.
 inline Floats max(Floats a, Floats b) { return select_below(b, a, a, b); }
+
+// Round to whole numbers between -2^22 and 2^22, ties to even.
+inline Ints round_to_ints(Floats x) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  __m256 halves[2];
+  std::memcpy(halves, &x, sizeof x);
+  const __m256i rounded[] = {_mm256_cvtps_epi32(halves[0]), _mm256_cvtps_epi32(halves[1])};
+  Ints result;
+  std::memcpy(&result, rounded, sizeof result);
+  return result;
+#else
+  return (Ints)(x + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23
+#endif
+}
+
+// The larger numbers of both. They differ by less than 2^31.
+inline Ints max(Ints a, Ints b) {
+#ifdef __AVX512F__
+  return (Ints)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+  const Ints above = b - a;
+  return a + (above & ~(above >> 31));
+#endif
+}
+inline Ints magnitude(Ints x) { return max(x, -x); }
+
+inline int32_t sum(Ints x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_epi32((__m512i)x);
+#else
+  int32_t total = 0;
+  for (int lane = 0; lane < LANES; lane++) total += x[lane];
+  return total;
+#endif
+}
+inline int32_t highest(Ints x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_epi32((__m512i)x);
+#else
+  int32_t found = x[0];
+  for (int lane = 1; lane < LANES; lane++) found = x[lane] > found ? x[lane] : found;
+  return found;
+#endif
+}
 
 // The sum of all lanes, in a fixed order: lanes i and i + 8, then i + 4, i + 2, i + 1.
 inline float sum(Floats x) {

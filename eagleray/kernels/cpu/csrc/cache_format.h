@@ -40,23 +40,6 @@ inline Bf16 scale_of(float most, float limit) {
   return Bf16{uint16_t((word + 0xffff) >> 16)};
 }
 
-// Round to whole numbers, ties to even, by adding 1.5 * 2^23. The numbers are between -2^22 and 2^22.
-inline Ints round_to_ints(Floats x) { return (Ints)(x + 12582912.0f) - 0x4b400000; }
-
-typedef int8_t Codes __attribute__((vector_size(16)));                 // [16]
-typedef int16_t Numbers __attribute__((vector_size(32)));              // [16]
-typedef int8_t RegisterCodes __attribute__((vector_size(2 * WIDTH)));  // of a register of pairs
-
-inline Shorts widen_codes(const int8_t* from) {
-#if defined(__AVX512BW__)
-  return (Shorts)_mm512_cvtepi8_epi16(read<__m256i>(from));  // GCC converts the halves apart
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-  return (Shorts)_mm256_cvtepi8_epi16(read<__m128i>(from));
-#else
-  return __builtin_convertvector(read<RegisterCodes>(from), Shorts);
-#endif
-}
-
 template <class T>
 struct PlainCache {
   using Stored = T;  // element of the cache
@@ -72,15 +55,15 @@ struct Int8Cache {
   static constexpr bool HAS_SCALES = true;
   static constexpr float LARGEST = 127;
 
-  static Shorts decode(const int8_t* from) { return widen_codes(from); }
+  static Shorts decode(const int8_t* from) { return widen(from); }
 
-  static Codes encode(Floats x) { return __builtin_convertvector(round_to_ints(x), Codes); }
+  static Int8s encode(Floats x) { return __builtin_convertvector(round_to_ints(x), Int8s); }
 
   // Convert whole vectors of numbers whose largest magnitude is `most`, and return the factor of the results.
   static float convert(const float* x, int64_t size, float most, Int16* to) {
     const float scale = 32767 / most;
     for (int64_t i = 0; i < size; i += LANES) {
-      const Numbers numbers = __builtin_convertvector(round_to_ints(load(x + i) * scale), Numbers);
+      const Int16s numbers = __builtin_convertvector(round_to_ints(load(x + i) * scale), Int16s);
       std::memcpy((void*)(to + i), &numbers, sizeof numbers);
     }
     return most / 32767;
@@ -96,17 +79,17 @@ struct Fp8Cache {
   static constexpr float LARGEST = 448;
 
   static PairOfSums decode(const int8_t* from) {
-    const Bits halves = (Bits)((widen_codes(from) << 4) & (int16_t)0x87f0);
+    const Bits halves = (Bits)((widen(from) << 4) & (int16_t)0x87f0);
     return {(Sums)(halves << 16), (Sums)(halves & 0xffff0000u)};
   }
 
-  static Codes encode(Floats x) {
+  static Int8s encode(Floats x) {
     const Words sign = (Words)x >> 24 & 0x80, bits = (Words)x & 0x7fffffff;
     const Words rounded = (bits + 0x7ffff + (bits >> 20 & 1)) >> 20;  // to 3 bits of mantissa, ties to even
     const Floats least = splat(0x1p-6f), size = (Floats)bits;
     const Floats small = select_below(splat(0x1p-7f), size, (Floats)(Words{} + 8), Floats{});  // 2^-6 or 0
     const Words code = (Words)select_below(size, least, small, (Floats)(rounded - (127 - 7) * 8));
-    return __builtin_convertvector(code | sign, Codes);
+    return __builtin_convertvector(code | sign, Int8s);
   }
 
   // As that of Int8Cache. The factor is a power of 2, so nothing is rounded.
@@ -143,7 +126,7 @@ __attribute__((noinline)) Bf16 quantize_numbers(const float* x, int64_t size, in
     return scale;
   }
   for (int64_t i = 0; i < size; i += LANES) {
-    const Codes part = Format::encode(load(x + i) / divisor);
+    const Int8s part = Format::encode(load(x + i) / divisor);
     std::memcpy(codes + i, &part, sizeof part);
   }
   return scale;

@@ -34,18 +34,32 @@ int64_t float16_units(uint16_t bits) {
   return bits & 0x8000 ? -magnitude : magnitude;
 }
 
+// The float16 of a number of units, which is exact and not negative.
+uint16_t float16_of(int64_t units) {
+  int64_t shift = 0;
+  while (units >> shift >= 0x800) shift++;
+  return uint16_t((shift << 10) + (units >> shift));  // the highest bit of the mantissa adds one to the exponent
+}
+
 // The scale of which those of a block are multiples, and the multiples. Zeros are multiples of every scale.
 uint16_t divide_scales(const uint16_t* scales, int64_t count, int8_t* multiples, int64_t stride) {
   int64_t divisor = 0;
   for (int64_t group = 0; group < count; group++) divisor = std::gcd(divisor, float16_units(scales[group]));
   for (int64_t group = 0; group < count; group++)
     multiples[group * stride] = divisor ? int8_t(float16_units(scales[group]) / divisor) : int8_t(0);
-  return _cvtss_sh(float(divisor) * 0x1p-24f, _MM_FROUND_TO_NEAREST_INT);  // exact, as it divides a float16
+  return float16_of(divisor);  // exact, as it divides a float16
+}
+
+// The byte of input i in an output's block. Of 4 bits, it has the code of another input, too.
+int64_t place_of(const CGrouping& grouping, int64_t i, int64_t lane) {
+  const int64_t row = i / INPUTS_TOGETHER * grouping.bits / 8;
+  return (row * PANEL + lane) * INPUTS_TOGETHER + i % INPUTS_TOGETHER;
 }
 
 // Write a block of an output that is multiplied as integers:
-//   codes      [block / 4][PANEL][4] bytes, the integers, or of 4 bits codes [block / 8][PANEL][4], where the
-//              lower half of a byte belongs to one of four inputs and the upper half to one of the next four
+//   codes      [block / TOGETHER][PANEL][TOGETHER] bytes, the integers, where TOGETHER is INPUTS_TOGETHER, or of 4 bits
+//              codes [block / TOGETHER / 2][PANEL][TOGETHER], where the lower half of a byte belongs to one of TOGETHER
+//              inputs and the upper half to one of the next ones
 //   scales     [PANEL], of the grouping's kind
 //   offsets    [PANEL], if the weight has offsets
 //   multiples  [block / size][PANEL] bytes with a sign, if the groups of a block have scales of their own
@@ -53,12 +67,11 @@ void pack_integers(const CGrouping& grouping, const CodedWeight& weight, int64_t
                    uint8_t* block) {
   const uint8_t* codes = weight.codes + first;
   const bool have_halves = grouping.bits == 8 && static_cast<const Bf16*>(grouping.values)->bits != 0;
-  uint8_t* to = block + lane * 4;
   for (int64_t i = 0; i < grouping.block; i++) {
-    const int64_t four = i / 4;
-    if (grouping.bits == 8) to[four * PANEL * 4 + i % 4] = uint8_t(integer_of(codes[i], have_halves));
-    else if (four % 2 == 0) to[four / 2 * PANEL * 4 + i % 4] = codes[i];
-    else to[four / 2 * PANEL * 4 + i % 4] |= uint8_t(codes[i] << 4);
+    uint8_t* to = block + place_of(grouping, i, lane);
+    if (grouping.bits == 8) *to = uint8_t(integer_of(codes[i], have_halves));
+    else if (i / INPUTS_TOGETHER % 2 == 0) *to = codes[i];
+    else *to |= uint8_t(codes[i] << 4);
   }
   const int64_t size = scale_size(grouping);
   uint8_t *scales = block + code_bytes(grouping), *multiples = scales + scale_bytes(grouping);
@@ -154,6 +167,11 @@ int64_t row_of(int64_t panel, int lane, int64_t n, int64_t inner) {
   return row < inner ? row + (lane < LANES ? 0 : inner) : -1;
 }
 
+// The scale or offset of an output of a panel.
+float scale_at(const CGrouping& grouping, const uint8_t* scales, int64_t lane) {
+  return load_scales(grouping, scales, lane / WIDTH * WIDTH)[lane % WIDTH];
+}
+
 void pack_grouped(const Shard& shard, const CGrouping& grouping, const CodedWeight& weight, int64_t n, int64_t k,
                   int64_t inner, uint8_t* out) {
   Span panels = range_of(shard, inner ? divide_up(inner, LANES) : divide_up(n, PANEL));
@@ -180,22 +198,16 @@ namespace {
 // The numbers of an output's block of integers: out [block].
 void unpack_integers(const BlockSpan& blocks, int64_t index, int64_t lane, float* out) {
   const CGrouping& grouping = blocks.grouping;
-  auto number = [&](const uint8_t* from) {
-    alignas(64) float lanes[LANES];
-    store(lanes, load_scales(grouping, from, lane / LANES * LANES));
-    return lanes[lane % LANES];
-  };
   const float half = grouping.bits == 8 ? to_float(*static_cast<const Bf16*>(grouping.values)) : 0;
-  const float scale = number(blocks.scales(index)), offset = grouping.has_offsets ? number(blocks.offsets(index)) : 0;
-  const uint8_t* codes = blocks.block(index) + lane * 4;
+  const float scale = scale_at(grouping, blocks.scales(index), lane);
+  const float offset = grouping.has_offsets ? scale_at(grouping, blocks.offsets(index), lane) : 0;
+  const uint8_t* codes = blocks.block(index);
   const uint8_t* multiples = has_multiples(grouping) ? blocks.multiples(index) + lane : nullptr;
   for (int64_t group = 0; group < grouping.block; group += INTEGER_GROUP) {
     const int multiple = multiples ? int8_t(multiples[group / INTEGER_GROUP * PANEL]) : 1;
     for (int64_t i = group; i < group + INTEGER_GROUP; i++) {
-      const int64_t four = i / 4;
-      int integer;
-      if (grouping.bits == 8) integer = int8_t(codes[four * PANEL * 4 + i % 4]);
-      else integer = (codes[four / 2 * PANEL * 4 + i % 4] >> (four % 2 * 4) & 15) - ZERO_4;
+      const uint8_t byte = codes[place_of(grouping, i, lane)];
+      const int integer = grouping.bits == 8 ? int8_t(byte) : (byte >> (i / INPUTS_TOGETHER % 2 * 4) & 15) - ZERO_4;
       *out++ = (float(integer * multiple) + half) * scale + offset;
     }
   }
@@ -228,12 +240,6 @@ void unpack_grouped_row(const CGrouping& grouping, const void* packed, int64_t r
 }
 
 #else
-
-float scale_at(const CGrouping& grouping, const uint8_t* scales, int64_t lane) {
-  float all[PANEL];
-  for (int64_t at = 0; at < PANEL; at += LANES) store(all + at, load_scales(grouping, scales, at));
-  return all[lane];
-}
 
 void unpack_grouped_row(const CGrouping& grouping, const void* packed, int64_t row, int64_t k, float* out) {
   auto panel = static_cast<const uint8_t*>(packed) + row / PANEL * panel_bytes(grouping, k);

@@ -14,11 +14,10 @@
 // Weights that are multiplied as integers have another layout, see `pack_integers`.
 #pragma once
 
-#include "product.h"
+#include "product_tile.h"
 
 namespace eagleray {
 
-constexpr int64_t MAX_GROUP_PAIRS = 128;
 constexpr int64_t CODE_VECTOR = 64;  // bytes of codes that are decoded together
 
 #ifdef HAS_MATRICES
@@ -73,42 +72,61 @@ inline int64_t panel_bytes(const CGrouping& grouping, int64_t k) {
 
 // ---- scales
 
+// Scales are loaded, and sums of products scaled, by registers of WIDTH outputs, of which a panel has PANEL_REGISTERS. GCC
+// copies vectors that are longer than a register in parts of other sizes, which then wait for each other in the cache.
+constexpr int PANEL_REGISTERS = PANEL / WIDTH;
+
+typedef uint16_t RegisterOfHalves __attribute__((vector_size(2 * WIDTH)));
+
 // Every float16 number is exact in float32, also the denormal ones.
-inline Floats load_float16(const void* from) {
-#ifdef __AVX512F__
+inline Sums load_float16(const void* from) {
+#if defined(__AVX512F__)
   __m256i halves;
   std::memcpy(&halves, from, sizeof halves);
-  return (Floats)_mm512_cvtph_ps(halves);
+  return (Sums)_mm512_cvtph_ps(halves);
+#elif defined(__F16C__)
+  return (Sums)_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
 #else
-  Halves halves;
-  std::memcpy(&halves, from, sizeof halves);
-  Words words = __builtin_convertvector(halves, Words), magnitude = (words & 0x7fff) << 13;
-  Floats value;
-  std::memcpy(&value, &magnitude, sizeof value);
-  value *= 0x1p112f;  // the difference of the exponents' biases
-  Words bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  bits |= (words & 0x8000) << 16;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
+  const Bits words = __builtin_convertvector(read<RegisterOfHalves>(from), Bits);
+  const Sums value = (Sums)((words & 0x7fff) << 13) * 0x1p112f;  // the difference of the exponents' biases
+  return (Sums)((Bits)value | (words & 0x8000) << 16);
 #endif
 }
 
-// 16 scales or offsets, from the one of output `first` on.
-inline Floats load_scales(const CGrouping& grouping, const uint8_t* scales, int64_t first) {
+// WIDTH scales or offsets, from the one of output `first` on.
+inline Sums load_scales(const CGrouping& grouping, const uint8_t* scales, int64_t first) {
   const uint8_t* from = scales + first * scale_size(grouping);
   if (grouping.scale_kind == SCALE_FLOAT16) return load_float16(from);
-  if (grouping.scale_kind == SCALE_BFLOAT16) return load(reinterpret_cast<const Bf16*>(from));
-  return load(reinterpret_cast<const float*>(from));
+  if (grouping.scale_kind == SCALE_BFLOAT16)
+    return (Sums)(__builtin_convertvector(read<RegisterOfHalves>(from), Bits) << 16);
+  return read<Sums>(from);
 }
 
-inline Floats add_scaled(Floats total, Floats scale, Floats sum) { return total + scale * sum; }
+// total + scale * sum, rounded once where the processor can. The compiler would decide that for each place in the code by
+// itself, so a row might have other bits beside other rows.
+inline Sums add_scaled(Sums total, Sums scale, Sums sum) {
+#if defined(__AVX512F__)
+  return (Sums)_mm512_fmadd_ps((__m512)scale, (__m512)sum, (__m512)total);
+#elif defined(__FMA__)
+  return (Sums)_mm256_fmadd_ps((__m256)scale, (__m256)sum, (__m256)total);
+#elif defined(__aarch64__)
+  return (Sums)vfmaq_f32((float32x4_t)total, (float32x4_t)scale, (float32x4_t)sum);
+#else
+  return total + scale * sum;
+#endif
+}
 
 // ---- decoders. A vector of 64 bytes becomes, for each pair of inputs in order, 16 outputs with one pair of values; with
-// matrix instructions, for each output in order, the values of 32 inputs.
+// matrix instructions, for each output in order, the values of 32 inputs. They are `stride` vectors of 16 words apart.
 
 template <int BITS>
 class Decoder;
+
+// Store a register of decoded words as a part of 16 lanes. Registers are stored as they are read again, since smaller
+// parts would have to reach the cache first.
+inline void store_part(Bits words, Words* to, size_t offset) {
+  std::memcpy(reinterpret_cast<char*>(to) + offset, &words, sizeof words);
+}
 
 template <>
 class Decoder<4> {
@@ -121,11 +139,11 @@ class Decoder<4> {
     __m256i values = _mm256_loadu_si256(static_cast<const __m256i*>(static_cast<const void*>(grouping.values)));
     table_ = _mm512_broadcast_i64x4(values);
   }
-  void decode(const uint8_t* from, Words* pairs) const {
+  void decode(const uint8_t* from, Words* pairs, int stride = 1) const {
     const __m512i codes = _mm512_loadu_si512(from);
 #pragma GCC unroll 4
     for (int pair = 0; pair < PAIRS; pair++)
-      pairs[pair] = (Words)_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * pair), table_);
+      pairs[pair * stride] = (Words)_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * pair), table_);
   }
 
  private:
@@ -135,30 +153,36 @@ class Decoder<4> {
     for (int code = 0; code < 16; code++) {
       uint16_t value;
       std::memcpy(&value, static_cast<const char*>(grouping.values) + 2 * code, sizeof value);
-      low_[code] = uint8_t(value), high_[code] = uint8_t(value >> 8);
+      for (size_t table = 0; table < sizeof(Bytes); table += 16)
+        low_[table + code] = uint8_t(value), high_[table + code] = uint8_t(value >> 8);
     }
   }
-  void decode(const uint8_t* from, Words* pairs) const {
-    for (int part = 0; part < 4; part++) {
-      Eight codes;
-      std::memcpy(&codes, from + part * sizeof codes, sizeof codes);
+  void decode(const uint8_t* from, Words* pairs, int stride = 1) const {
+    for (size_t at = 0; at < CODE_VECTOR; at += sizeof(Bytes)) {
+      const auto codes = read<Halfwords>(from + at);
       for (int pair = 0; pair < PAIRS; pair++) {
-        Bytes index = (Bytes)((codes >> (4 * pair)) & 15);  // the upper byte of a word looks up the value of code 0
-        Eight low = (Eight)__builtin_shuffle(low_, index) & 0xff, high = (Eight)__builtin_shuffle(high_, index) << 8;
-        Eight values = low | high;
-        std::memcpy(reinterpret_cast<char*>(pairs + pair) + part * sizeof values, &values, sizeof values);
+        const Bytes index = (Bytes)((codes >> (4 * pair)) & 15);  // upper bytes look up the value of code 0
+        store_part((Bits)(((Halfwords)lookup(low_, index) & 0xff) | ((Halfwords)lookup(high_, index) << 8)), pairs + pair * stride, at);
       }
     }
   }
 
  private:
-  typedef uint8_t Bytes __attribute__((vector_size(16)));
-  typedef uint16_t Eight __attribute__((vector_size(16)));
-  Bytes low_, high_;
+  typedef uint8_t Bytes __attribute__((vector_size(4 * WIDTH)));
+  typedef uint16_t Halfwords __attribute__((vector_size(4 * WIDTH)));
+
+  static Bytes lookup(Bytes table, Bytes index) {
+#ifdef __AVX2__
+    return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);  // in each half
+#else
+    return __builtin_shuffle(table, index);
+#endif
+  }
+  Bytes low_, high_;  // of the values, once for each 16 bytes
 #endif
 };
 
-// The lower seven bits of a code are the index of its value, the eighth is the value's sign.
+// The lower seven bits of a code are the number of its value, the eighth is the value's sign.
 template <>
 class Decoder<8> {
  public:
@@ -173,32 +197,64 @@ class Decoder<8> {
     for (int half = 0; half < 2; half++)
       for (int part = 0; part < 2; part++) tables_[half][part] = _mm512_load_si512(bytes[half] + 64 * part);
   }
-  void decode(const uint8_t* from, Words* pairs) const {
+  void decode(const uint8_t* from, Words* pairs, int stride = 1) const {
     const __m512i codes = _mm512_loadu_si512(from);
     const __m512i low = _mm512_permutex2var_epi8(tables_[0][0], codes, tables_[0][1]);
     __m512i high = _mm512_permutex2var_epi8(tables_[1][0], codes, tables_[1][1]);
     high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(int8_t(0x80)), 0xf8);  // high | (codes & 0x80)
     pairs[0] = (Words)_mm512_unpacklo_epi8(low, high);
-    pairs[1] = (Words)_mm512_unpackhi_epi8(low, high);
+    pairs[stride] = (Words)_mm512_unpackhi_epi8(low, high);
   }
 
  private:
   __m512i tables_[2][2];  // lower and upper bytes of the 128 values
 #else
-  explicit Decoder(const CGrouping& grouping) { std::memcpy(values_, grouping.values, sizeof values_); }
-  void decode(const uint8_t* from, Words* pairs) const {
-    for (int pair = 0; pair < PAIRS; pair++) {
-      uint16_t decoded[2 * LANES];
-      for (int i = 0; i < 2 * LANES; i++) {
-        uint8_t code = from[i / 8 * 16 + pair * 8 + i % 8];
-        decoded[i] = uint16_t(values_[code & 0x7f] | (code & 0x80) << 8);
-      }
-      std::memcpy(pairs + pair, decoded, sizeof decoded);
+  // Values are computed from codes: integers, or integers and a half, by conversion, and those of FP8 as floats whose
+  // exponents have another bias. A lookup in a table of 128 values would take one code at a time.
+  explicit Decoder(const CGrouping& grouping)
+      : are_integers_(grouping.are_integers), fraction_(to_float(*static_cast<const Bf16*>(grouping.values))) {}
+  void decode(const uint8_t* from, Words* pairs, int stride = 1) const {
+    for (size_t at = 0; at < CODE_VECTOR; at += sizeof(Bits)) {
+      store_part(decode_words(widen_pair<0>(from + at)), pairs, at);
+      store_part(decode_words(widen_pair<1>(from + at)), pairs + stride, at);
     }
   }
 
  private:
-  uint16_t values_[128];
+  // The codes of a pair as words of two, of each 16 bytes one half.
+  template <int PAIR>
+  static Bits widen_pair(const uint8_t* from) {
+#if defined(__AVX512BW__)
+    auto unpack = PAIR == 0 ? _mm512_unpacklo_epi8 : _mm512_unpackhi_epi8;
+    return (Bits)unpack(read<__m512i>(from), _mm512_setzero_si512());
+#elif defined(__AVX2__)
+    auto unpack = PAIR == 0 ? _mm256_unpacklo_epi8 : _mm256_unpackhi_epi8;
+    return (Bits)unpack(read<__m256i>(from), _mm256_setzero_si256());
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(16)));
+    constexpr uint8_t i = 8 * PAIR;
+    const Bytes order = {i, 16, i + 1, 16, i + 2, 16, i + 3, 16, i + 4, 16, i + 5, 16, i + 6, 16, i + 7, 16};
+    return (Bits)__builtin_shuffle(read<Bytes>(from), Bytes{}, order);
+#endif
+  }
+
+  Bits decode_words(Bits codes) const {
+    const Bits magnitudes = codes & 0x007f007f, signs = (codes & 0x00800080) << 8;
+    Sums first, second;
+    Bits nan{};
+    if (are_integers_) {
+      first = __builtin_convertvector((WholeSums)(magnitudes & 0xffff), Sums) + fraction_;
+      second = __builtin_convertvector((WholeSums)(magnitudes >> 16), Sums) + fraction_;
+    } else {
+      first = (Sums)(magnitudes << 20) * 0x1p120f, second = (Sums)(magnitudes >> 16 << 20) * 0x1p120f;
+      nan = (magnitudes + 0x00010001) & 0x00800080;  // of code 127
+      nan = (nan << 8) - nan;                        // all bits of the exponent
+    }
+    return (Bits)first >> 16 | (Bits)second | signs | nan;  // the lower halves of the values are 0
+  }
+
+  const bool are_integers_;
+  const float fraction_;
 #endif
 };
 

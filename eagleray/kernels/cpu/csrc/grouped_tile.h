@@ -2,7 +2,8 @@
 // matrix_groups.h has them.
 //
 // Where the processor multiplies pairs by one instruction, codes are decoded in registers, by each tile anew: this takes
-// less time than writing decoded values and reading them again. Elsewhere a group is decoded to memory first.
+// less time than writing decoded values and reading them again. Elsewhere groups are decoded to memory, once for all
+// tiles of a block.
 #pragma once
 
 #include "grouped.h"
@@ -15,9 +16,17 @@ namespace eagleray {
 // The sums of the inputs of groups, which offsets are multiplied with, by row of the tile. Null without offsets.
 using InputSums = const float* const*;
 
-#ifdef __AVX512BF16__
-
 constexpr int GROUPED_TILE_ROWS = TILE_ROWS<Bf16>;
+
+// Memory for decoded groups, bfloat16 pairs [groups][pairs][PANEL]. A single tile has room for one group, which it
+// decodes anew; `are_decoded`: an earlier tile has decoded all of them. Not used where codes are decoded in registers.
+struct DecodedGroups {
+  Bf16* pairs;
+  int64_t stride;  // of groups
+  bool are_decoded;
+};
+
+#ifdef __AVX512BF16__
 
 // The number of halves of a panel, 16 outputs each, that a tile multiplies together. Few rows have registers for both.
 constexpr int halves_of(int rows) { return rows <= 4 ? 2 : 1; }
@@ -72,7 +81,7 @@ inline void add_groups(const Decode& decoder, const Rows& rows, const BlockSpan&
 // groups of the panel, they already hold the sums of those before.
 template <class Decode, int ROWS, template <class, int> class X>
 void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const BlockSpan& groups, InputSums input_sums,
-                           float* sums, PrefetchWithLines prefetch) {
+                           float* sums, DecodedGroups, PrefetchWithLines prefetch) {
   constexpr int GROUPS = ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;  // at a time, since products in a row wait for each other
   constexpr int64_t SHORT = 32;                              // the processor itself overlaps groups up to this size
   const X<Bf16, ROWS> rows(x, groups.begin * groups.grouping.size);
@@ -95,42 +104,37 @@ void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const Bl
 
 #else
 
-constexpr int GROUPED_TILE_ROWS = TILE_ROWS<Bf16>;
-
 // Decode a group to bfloat16 pairs [pairs][PANEL], as a weight without groups is packed.
 template <class Decode>
 void decode_group(const Decode& decoder, const BlockSpan& groups, int64_t group, Bf16* out) {
   const int64_t chunks = code_bytes(groups.grouping) / (2 * CODE_VECTOR);
   const uint8_t* from = groups.block(group);
   for (int64_t chunk = 0; chunk < chunks; chunk++, out += Decode::PAIRS * PANEL * 2)
-    for (int half = 0; half < 2; half++, from += CODE_VECTOR) {
-      Words pairs[Decode::PAIRS];
-      decoder.decode(from, pairs);
-      for (int pair = 0; pair < Decode::PAIRS; pair++)
-        std::memcpy(out + (pair * PANEL + half * LANES) * 2, &pairs[pair], sizeof(Words));
-    }
+    for (int half = 0; half < 2; half++, from += CODE_VECTOR)
+      decoder.decode(from, reinterpret_cast<Words*>(out) + half, PANEL / LANES);
 }
 
 template <class Decode, int ROWS, template <class, int> class X>
 void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const BlockSpan& groups, InputSums input_sums,
-                           float* sums, PrefetchWithLines prefetch) {
+                           float* sums, DecodedGroups decoded, PrefetchWithLines prefetch) {
   const CGrouping& grouping = groups.grouping;
   const int64_t pairs = grouping.size / 2;
-  alignas(64) Bf16 decoded[MAX_GROUP_PAIRS * PANEL * 2];
   alignas(64) float products[ROWS * PANEL];
   if (groups.begin == 0) std::fill_n(sums, ROWS * PANEL, 0.0f);
   for (int64_t group = 0; group < groups.count; group++) {
-    decode_group(decoder, groups, group, decoded);
-    multiply_tile<Bf16, PrefetchWithLines, ROWS, X>(x, (groups.begin + group) * grouping.size, decoded, pairs, products,
+    Bf16* weight = decoded.pairs + group * decoded.stride;
+    if (!decoded.are_decoded) decode_group(decoder, groups, group, weight);
+    multiply_tile<Bf16, PrefetchWithLines, ROWS, X>(x, (groups.begin + group) * grouping.size, weight, pairs, products,
                                                     false, prefetch);
-    for (int at = 0; at < PANEL; at += LANES) {
-      const Floats scale = load_scales(grouping, groups.scales(group), at);
-      const Floats offset = grouping.has_offsets ? load_scales(grouping, groups.offsets(group), at) : Floats{};
+    for (int at = 0; at < PANEL; at += WIDTH) {
+      const Sums scale = load_scales(grouping, groups.scales(group), at);
+      const Sums offset = grouping.has_offsets ? load_scales(grouping, groups.offsets(group), at) : Sums{};
       for (int row = 0; row < ROWS; row++) {
         float* to = sums + row * PANEL + at;
-        Floats total = add_scaled(load(to), scale, load(products + row * PANEL + at));
-        if (grouping.has_offsets) total = add_scaled(total, offset, splat(input_sums[row][groups.begin + group]));
-        store(to, total);
+        Sums total = add_scaled(read<Sums>(to), scale, read<Sums>(products + row * PANEL + at));
+        if (grouping.has_offsets)
+          total = add_scaled(total, offset, splat_to(Sums{}, input_sums[row] + groups.begin + group));
+        std::memcpy(to, &total, sizeof total);
       }
     }
   }
@@ -139,7 +143,8 @@ void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const Bl
 #endif
 
 template <class Decode>
-using GroupedTile = void (*)(const Decode&, const Bf16* const*, const BlockSpan&, InputSums, float*, PrefetchWithLines);
+using GroupedTile = void (*)(const Decode&, const Bf16* const*, const BlockSpan&, InputSums, float*, DecodedGroups,
+                             PrefetchWithLines);
 
 template <class Decode, template <class, int> class X, int... ROWS>
 constexpr std::array<GroupedTile<Decode>, sizeof...(ROWS)> list_grouped_tiles(std::integer_sequence<int, ROWS...>) {

@@ -6,7 +6,10 @@
 // others, which would be rounded away, keeps 16 bits.
 #pragma once
 
+#include <algorithm>
+
 #include "grouped.h"
+#include "product_tile.h"
 
 #ifdef HAS_INTEGER_PRODUCTS
 
@@ -16,26 +19,36 @@ constexpr int INTEGER_ROWS = 16;      // of a part of a tile
 constexpr int64_t INTEGER_STEP = 64;  // inputs of a matrix instruction
 constexpr int MAX_PEAK = 24;          // the largest input of a block that gets 8 bits, divided by the mean magnitude
 
-// Up to INTEGER_ROWS rows, block by block. An integer is 256 * high + low; where it has 8 bits, low is 0.
+// Up to INTEGER_ROWS rows, block by block. An integer is one number of 16 bits or, for instructions that multiply bytes,
+// 256 * high + low. Where it has 8 bits, low is 0.
 struct IntegerRows {
   int64_t count, block, groups;  // rows, and the inputs and groups of INTEGER_GROUP inputs of a block
-  int8_t* halves;                // [blocks * block / INTEGER_STEP][high, low][count][INTEGER_STEP]
+  int8_t* integers;              // [blocks * block / INTEGER_STEP][count][INTEGER_STEP] of 16 bits, or with [high, low]
+                                 // before [count] of 8 bits
   float* scales;                 // [blocks][count]
   float* totals;                 // [blocks][count]: the sum of the inputs, as they were rounded
   int32_t* sums;                 // [blocks][groups + 1][count]: the integers of each group, and of the block
   uint8_t* wide;                 // [blocks]: 1 if a row has integers of 16 bits in the block
 
+#ifdef HAS_BYTE_PRODUCTS
   // The upper and lower bytes of INTEGER_STEP inputs of a row, from input `first` of the block on.
-  int8_t* high(int64_t at, int64_t first = 0, int64_t row = 0) const {
-    return halves + 2 * count * (at * block + first) + row * INTEGER_STEP;
-  }
+  int8_t* high(int64_t at, int64_t first = 0, int64_t row = 0) const { return step(at, first) + row * INTEGER_STEP; }
   int8_t* low(int64_t at, int64_t first = 0, int64_t row = 0) const { return high(at, first, count + row); }
-  int64_t stride() const { return 2 * count * INTEGER_STEP; }  // from one INTEGER_STEP inputs to the next
+#else
+  // INTEGER_STEP inputs of a row, from input `first` of the block on.
+  Int16* whole(int64_t at, int64_t first = 0, int64_t row = 0) const {
+    return reinterpret_cast<Int16*>(step(at, first)) + row * INTEGER_STEP;
+  }
+#endif
+  int64_t stride() const { return 2 * count * INTEGER_STEP; }  // bytes from one INTEGER_STEP inputs to the next
   float scale(int64_t at, int64_t row) const { return scales[at * count + row]; }
   float total(int64_t at, int64_t row) const { return totals[at * count + row]; }
   const int32_t* group_sums(int64_t at, int64_t group) const { return sums + (at * (groups + 1) + group) * count; }
   const int32_t* block_sums(int64_t at) const { return group_sums(at, groups); }
   bool is_wide(int64_t at) const { return wide[at]; }
+
+ private:
+  int8_t* step(int64_t at, int64_t first) const { return integers + 2 * count * (at * block + first); }
 };
 
 // The bytes of up to INTEGER_ROWS rows of k inputs. Matrix instructions may read all INTEGER_ROWS rows of each block.
@@ -47,22 +60,34 @@ inline int64_t integer_rows_bytes(const CGrouping& grouping, int64_t k) {
 // Rows in memory of that size, which are still to be written.
 inline IntegerRows integer_rows_in(const CGrouping& grouping, int64_t rows, int64_t k, char* memory) {
   const int64_t blocks = num_blocks(grouping, k), groups = grouping.block / INTEGER_GROUP, count = INTEGER_ROWS * blocks;
-  auto halves = reinterpret_cast<int8_t*>(memory);
   auto scales = reinterpret_cast<float*>(memory + 2 * INTEGER_ROWS * k);
   auto sums = reinterpret_cast<int32_t*>(scales + 2 * count);
   auto wide = reinterpret_cast<uint8_t*>(sums + (groups + 1) * count);
   std::fill_n(wide, blocks, uint8_t(0));
-  return {rows, grouping.block, groups, halves, scales, scales + count, sums, wide};
+  return {rows, grouping.block, groups, reinterpret_cast<int8_t*>(memory), scales, scales + count, sums, wide};
 }
 
 // The largest magnitude of a block's inputs; NaN if one of them is NaN, whose bits are above those of infinity.
 inline float largest_magnitude(const Bf16* x, int64_t size) {
-  __m512i largest = _mm512_setzero_si512();
-  for (int64_t at = 0; at < size; at += 32)
-    largest = _mm512_max_epu16(largest, _mm512_and_si512(_mm512_loadu_si512(x + at), _mm512_set1_epi16(0x7fff)));
-  const __m512i words =
-      _mm512_max_epu32(_mm512_and_si512(largest, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(largest, 16));
-  return to_float(Bf16{uint16_t(_mm512_reduce_max_epu32(words))});
+  Ints largest{};
+  for (int64_t at = 0; at < size; at += LANES)
+    largest = max(largest, __builtin_convertvector(read<Halves>(x + at), Ints) & 0x7fff);
+  return to_float(Bf16{uint16_t(highest(largest))});
+}
+
+// Store LANES inputs of a row, from input i of the block on. Return the integers' upper bytes, rounded.
+inline Ints store_integers(Ints integers, int64_t at, int64_t i, int64_t row, const IntegerRows& to) {
+  const int64_t first = i / INTEGER_STEP * INTEGER_STEP;
+  const Ints upper = (integers + 128) >> 8;
+#ifdef HAS_BYTE_PRODUCTS
+  const Int8s high = __builtin_convertvector(upper, Int8s), low = __builtin_convertvector(integers, Int8s);
+  std::memcpy(to.high(at, first, row) + i - first, &high, sizeof high);
+  std::memcpy(to.low(at, first, row) + i - first, &low, sizeof low);
+#else
+  const Int16s whole = __builtin_convertvector(integers, Int16s);
+  std::memcpy(static_cast<void*>(to.whole(at, first, row) + i - first), &whole, sizeof whole);
+#endif
+  return upper;
 }
 
 // Write a block of one row as integers of BITS bits, x * `inverse` rounded. Return the sum of the magnitudes of their
@@ -70,26 +95,21 @@ inline float largest_magnitude(const Bf16* x, int64_t size) {
 template <int BITS>
 inline int32_t write_block(const Bf16* x, float inverse, int64_t at, int64_t row, const IntegerRows& to) {
   int32_t total = 0;
-  __m512i magnitudes = _mm512_setzero_si512();
+  Ints magnitudes{};
   for (int64_t group = 0; group < to.groups; group++) {
-    __m512i sum = _mm512_setzero_si512();
+    Ints of_group{};
     for (int64_t i = group * INTEGER_GROUP; i < (group + 1) * INTEGER_GROUP; i += LANES) {
-      __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)load(x + i), _mm512_set1_ps(inverse)));
-      if (BITS == 8) integers = _mm512_slli_epi32(integers, 8);
-      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(integers, _mm512_set1_epi32(128)), 8);
-      const __m512i lower = _mm512_sub_epi32(integers, _mm512_slli_epi32(upper, 8));
-      const int64_t first = i / INTEGER_STEP * INTEGER_STEP;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to.high(at, first, row) + i - first), _mm512_cvtepi32_epi8(upper));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to.low(at, first, row) + i - first), _mm512_cvtepi32_epi8(lower));
-      magnitudes = _mm512_add_epi32(magnitudes, _mm512_abs_epi32(upper));
-      sum = _mm512_add_epi32(sum, integers);
+      Ints integers = round_to_ints(load(x + i) * inverse);
+      if (BITS == 8) integers <<= 8;
+      magnitudes += magnitude(store_integers(integers, at, i, row, to));
+      of_group += integers;
     }
-    const int32_t of_group = _mm512_reduce_add_epi32(sum);
-    to.sums[(at * (to.groups + 1) + group) * to.count + row] = of_group;
-    total += of_group;
+    const int32_t total_of_group = sum(of_group);
+    to.sums[(at * (to.groups + 1) + group) * to.count + row] = total_of_group;
+    total += total_of_group;
   }
   to.sums[(at * (to.groups + 1) + to.groups) * to.count + row] = total;
-  return _mm512_reduce_add_epi32(magnitudes);
+  return sum(magnitudes);
 }
 
 // Write the integers of a block of one row. `bits`: of the weight's codes. A block with an infinity or NaN has no finite

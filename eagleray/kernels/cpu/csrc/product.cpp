@@ -16,6 +16,7 @@
 
 #include "adapters.h"
 #include "grouped_tile.h"
+#include "integer_matrices.h"
 #include "integer_tile.h"
 #include "matrix_groups.h"
 #include "matrix_tile.h"
@@ -38,6 +39,7 @@ struct BlockMemory {
   };
   std::vector<uint32_t> rows;     // interleaved
   std::vector<Line> integers;     // of rows, see integer_rows.h
+  std::vector<Line> decoded;      // groups of a panel, see grouped_tile.h
   std::vector<float> input_sums;  // [num_rows][groups of k]
 
   template <class Number>
@@ -303,12 +305,20 @@ class Block {
     if (grouping.has_offsets) sum_inputs(grouping, input_sums);
     with_decoder(grouping, [&](const auto& decoder) {
       visit_blocks(panels, grouping, [&](int64_t panel, BlockSpan groups, bool last, Prefetch prefetch, float* sums) {
+        DecodedGroups decoded = reserve_groups(grouping, groups.count);
         visit_tiles(panel, last, groups.count * vectors, prefetch, sums, [&](Span rows, float* to, auto ahead) {
+          decoded.are_decoded = rows.begin > 0;  // by the first tile
           choose_grouped_tile<std::decay_t<decltype(decoder)>>(rows.end - rows.begin, is_interleaved())(
-              decoder, x + rows.begin, groups, input_sums + rows.begin, to, with_lines(ahead));
+              decoder, x + rows.begin, groups, input_sums + rows.begin, to, decoded, with_lines(ahead));
         });
       });
     });
+  }
+
+  DecodedGroups reserve_groups(const CGrouping& grouping, int64_t count) const {
+    const int64_t stride = grouping.size * PANEL, kept = num_tiles == 1 ? 1 : count;
+    auto memory = BlockMemory::reserve(block_memory().decoded, divide_up(kept * stride * int64_t(sizeof(Bf16)), 64));
+    return {reinterpret_cast<Bf16*>(memory), num_tiles == 1 ? 0 : stride, false};
   }
 
   void sum_inputs(const CGrouping& grouping, const float** input_sums) const {

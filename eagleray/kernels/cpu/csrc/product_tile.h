@@ -115,6 +115,28 @@ inline WholeSums add_products(WholeSums total, Shorts a, Shorts b) {
 #endif
 }
 
+// Integers of 8 bits for a register of pairs of 16 bits, with a sign or without.
+inline Shorts widen(const int8_t* from) {
+#if defined(__AVX512BW__)
+  return (Shorts)_mm512_cvtepi8_epi16(read<__m256i>(from));  // GCC converts the halves apart
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (Shorts)_mm256_cvtepi8_epi16(read<__m128i>(from));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(2 * WIDTH)));
+  return __builtin_convertvector(read<Bytes>(from), Shorts);
+#endif
+}
+inline Shorts widen(const uint8_t* from) {
+#if defined(__AVX512BW__)
+  return (Shorts)_mm512_cvtepu8_epi16(read<__m256i>(from));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (Shorts)_mm256_cvtepu8_epi16(read<__m128i>(from));
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(2 * WIDTH)));
+  return __builtin_convertvector(read<Bytes>(from), Shorts);
+#endif
+}
+
 // ---- sizes
 
 // Whether tiles of this type are computed by the instructions of matrix_tile.h.
