@@ -15,7 +15,7 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __AVX2__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 #ifdef __aarch64__

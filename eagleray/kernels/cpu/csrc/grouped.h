@@ -234,7 +234,9 @@ class Decoder<8> {
     typedef uint8_t Bytes __attribute__((vector_size(16)));
     constexpr uint8_t i = 8 * PAIR;
     const Bytes order = {i, 16, i + 1, 16, i + 2, 16, i + 3, 16, i + 4, 16, i + 5, 16, i + 6, 16, i + 7, 16};
-    return (Bits)__builtin_shuffle(read<Bytes>(from), Bytes{}, order);
+    Bytes parts[sizeof(Bits) / sizeof(Bytes)];
+    for (Bytes& part : parts) part = __builtin_shuffle(read<Bytes>(from + (&part - parts) * sizeof part), Bytes{}, order);
+    return read<Bits>(parts);
 #endif
   }
 

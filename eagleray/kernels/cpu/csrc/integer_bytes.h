@@ -11,7 +11,7 @@ namespace eagleray {
 constexpr int INPUTS_TOGETHER = 4;  // side by side
 constexpr int ZERO_8 = 128;         // what turns integers of 8 bits into unsigned ones
 
-// The number of halves of a panel, 16 outputs each, that are multiplied together. Few rows have registers for both.
+// The number of registers, 16 outputs each, that are multiplied together. Few rows have room for both halves of a panel.
 constexpr int registers_together(int rows) { return rows <= 4 ? 2 : 1; }
 
 inline __m512i join_halves(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }

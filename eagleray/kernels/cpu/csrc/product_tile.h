@@ -9,7 +9,7 @@
 
 #include "product.h"
 
-#if defined(__AVX2__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__SSE2__)
 #include <emmintrin.h>
