@@ -33,7 +33,7 @@
 #define HAS_INTEGER_PRODUCTS  // weights of integers are multiplied as integers, see integer_tile.h
 #endif
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
-#define HAS_BYTE_PRODUCTS  // by instructions that multiply bytes; otherwise pairs of 16 bits, see integer_sums.h
+#define HAS_BYTE_PRODUCTS  // by instructions that multiply bytes; otherwise pairs of 16 bits, see integer_pairs.h
 #endif
 
 // Only the functions of the interface are visible in the library.
@@ -176,6 +176,7 @@ inline Ints max(Ints a, Ints b) {
 }
 inline Ints magnitude(Ints x) { return max(x, -x); }
 
+// The sum of all lanes, and the highest one.
 inline int32_t sum(Ints x) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_epi32((__m512i)x);

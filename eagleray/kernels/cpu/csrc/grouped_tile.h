@@ -28,6 +28,8 @@ struct DecodedGroups {
 
 #ifdef __AVX512BF16__
 
+constexpr bool DECODES_TO_MEMORY = false;
+
 // The number of halves of a panel, 16 outputs each, that a tile multiplies together. Few rows have registers for both.
 constexpr int halves_of(int rows) { return rows <= 4 ? 2 : 1; }
 
@@ -103,6 +105,8 @@ void multiply_grouped_tile(const Decode& decoder, const Bf16* const* x, const Bl
 }
 
 #else
+
+constexpr bool DECODES_TO_MEMORY = true;
 
 // Decode a group to bfloat16 pairs [pairs][PANEL], as a weight without groups is packed.
 template <class Decode>

@@ -316,6 +316,7 @@ class Block {
   }
 
   DecodedGroups reserve_groups(const CGrouping& grouping, int64_t count) const {
+    if (!DECODES_TO_MEMORY) return {};
     const int64_t stride = grouping.size * PANEL, kept = num_tiles == 1 ? 1 : count;
     auto memory = BlockMemory::reserve(block_memory().decoded, divide_up(kept * stride * int64_t(sizeof(Bf16)), 64));
     return {reinterpret_cast<Bf16*>(memory), num_tiles == 1 ? 0 : stride, false};
