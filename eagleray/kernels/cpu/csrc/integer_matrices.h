@@ -10,7 +10,11 @@
 
 namespace eagleray {
 
-constexpr int64_t DECODED_INPUTS = 512;  // that are kept: 16 KB, which stay in the first-level cache
+constexpr int64_t DECODED_INPUTS = 256;  // whose integers are kept
+
+// The most inputs of a part of k. Its integers stay in the first-level cache while all tiles are multiplied with them, beside
+// the rows and sums of a tile.
+constexpr int64_t most_inputs(int64_t bits) { return bits == 4 ? DECODED_INPUTS : 512; }
 
 // Integers of blocks, [block / 4][PANEL][4].
 struct DecodedBlocks {

@@ -22,7 +22,8 @@ constexpr int MAX_PEAK = 24;          // the largest input of a block that gets 
 // Up to INTEGER_ROWS rows, block by block. An integer is one number of 16 bits or, for instructions that multiply bytes,
 // 256 * high + low. Where it has 8 bits, low is 0.
 struct IntegerRows {
-  int64_t count, block, groups;  // rows, and the inputs and groups of INTEGER_GROUP inputs of a block
+  int64_t count, block;          // rows, and the inputs of a block
+  int64_t groups;                // of INTEGER_GROUP inputs of a block whose sums are kept; 0: only that of the block is
   int8_t* integers;              // [blocks * block / INTEGER_STEP][count][INTEGER_STEP] of 16 bits, or with [high, low]
                                  // before [count] of 8 bits
   float* scales;                 // [blocks][count]
@@ -51,15 +52,16 @@ struct IntegerRows {
   int8_t* step(int64_t at, int64_t first) const { return integers + 2 * count * (at * block + first); }
 };
 
-// The bytes of up to INTEGER_ROWS rows of k inputs. Matrix instructions may read all INTEGER_ROWS rows of each block.
+// The bytes of up to INTEGER_ROWS rows of k inputs, with sums of groups. Matrix instructions may read all INTEGER_ROWS rows of each block.
 inline int64_t integer_rows_bytes(const CGrouping& grouping, int64_t k) {
   const int64_t blocks = num_blocks(grouping, k), groups = grouping.block / INTEGER_GROUP;
   return round_up(INTEGER_ROWS * (2 * k + 4 * blocks * (groups + 3)) + blocks, 64);
 }
 
-// Rows in memory of that size, which are still to be written.
-inline IntegerRows integer_rows_in(const CGrouping& grouping, int64_t rows, int64_t k, char* memory) {
-  const int64_t blocks = num_blocks(grouping, k), groups = grouping.block / INTEGER_GROUP, count = INTEGER_ROWS * blocks;
+// Rows in memory of that size, which are still to be written. keeps_groups: the sums of groups are, too.
+inline IntegerRows integer_rows_in(const CGrouping& grouping, int64_t rows, int64_t k, bool keeps_groups, char* memory) {
+  const int64_t blocks = num_blocks(grouping, k), count = INTEGER_ROWS * blocks;
+  const int64_t groups = keeps_groups ? grouping.block / INTEGER_GROUP : 0;
   auto scales = reinterpret_cast<float*>(memory + 2 * INTEGER_ROWS * k);
   auto sums = reinterpret_cast<int32_t*>(scales + 2 * count);
   auto wide = reinterpret_cast<uint8_t*>(sums + (groups + 1) * count);
@@ -75,41 +77,77 @@ inline float largest_magnitude(const Bf16* x, int64_t size) {
   return to_float(Bf16{uint16_t(highest(largest))});
 }
 
-// Store LANES inputs of a row, from input i of the block on. Return the integers' upper bytes, rounded.
-inline Ints store_integers(Ints integers, int64_t at, int64_t i, int64_t row, const IntegerRows& to) {
-  const int64_t first = i / INTEGER_STEP * INTEGER_STEP;
-  const Ints upper = (integers + 128) >> 8;
+// What is added up over the inputs of a block, by lanes.
+struct IntegerSums {
+  Ints groups[INTEGER_STEP / INTEGER_GROUP];  // of the integers, of the first groups of the block alone if they are not kept
+  Ints magnitudes;                            // of the upper bytes
+};
+
 #ifdef HAS_BYTE_PRODUCTS
-  const Int8s high = __builtin_convertvector(upper, Int8s), low = __builtin_convertvector(integers, Int8s);
-  std::memcpy(to.high(at, first, row) + i - first, &high, sizeof high);
-  std::memcpy(to.low(at, first, row) + i - first, &low, sizeof low);
-#else
-  const Int16s whole = __builtin_convertvector(integers, Int16s);
-  std::memcpy(static_cast<void*>(to.whole(at, first, row) + i - first), &whole, sizeof whole);
-#endif
-  return upper;
+
+// Write INTEGER_STEP inputs of a row, from input `first` of block `at` on, as integers of BITS bits, x * `inverse` rounded.
+template <int BITS>
+inline void write_step(const Bf16* x, float inverse, int64_t at, int64_t first, int64_t row, const IntegerRows& to,
+                       IntegerSums& sums) {
+  __m512i words[2], upper[2];
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++, x += 2 * LANES) {
+    const Ints front = round_to_ints(load(x) * inverse), back = round_to_ints(load(x + LANES) * inverse);
+    words[half] = _mm512_packs_epi32((__m512i)front, (__m512i)back);
+    const __m512i factors = _mm512_set1_epi16(BITS == 8 ? 256 : 1);
+    sums.groups[half] = (Ints)_mm512_dpwssd_epi32((__m512i)sums.groups[half], words[half], factors);
+    upper[half] = BITS == 8 ? words[half] : _mm512_srai_epi16(_mm512_add_epi16(words[half], _mm512_set1_epi16(128)), 8);
+  }
+  // Packing takes four inputs of each vector in turn.
+  const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  auto pack = [=](__m512i front, __m512i back) {
+    return _mm512_permutexvar_epi32(in_order, _mm512_packs_epi16(front, back));
+  };
+  auto lower = [&](int half) { return _mm512_sub_epi16(words[half], _mm512_slli_epi16(upper[half], 8)); };
+  const __m512i high = pack(upper[0], upper[1]);
+  _mm512_storeu_si512(to.high(at, first, row), high);
+  _mm512_storeu_si512(to.low(at, first, row), BITS == 8 ? _mm512_setzero_si512() : pack(lower(0), lower(1)));
+  if (BITS == 8)
+    sums.magnitudes = (Ints)_mm512_dpbusd_epi32((__m512i)sums.magnitudes, _mm512_abs_epi8(high), _mm512_set1_epi8(1));
 }
 
+#else
+
+template <int BITS>
+inline void write_step(const Bf16* x, float inverse, int64_t at, int64_t first, int64_t row, const IntegerRows& to,
+                       IntegerSums& sums) {
+  for (int64_t i = 0; i < INTEGER_STEP; i += LANES) {
+    Ints integers = round_to_ints(load(x + i) * inverse);
+    if (BITS == 8) {
+      sums.magnitudes += magnitude(integers);
+      integers <<= 8;
+    }
+    sums.groups[i / INTEGER_GROUP] += integers;
+    const Int16s whole = __builtin_convertvector(integers, Int16s);
+    std::memcpy(static_cast<void*>(to.whole(at, first, row) + i), &whole, sizeof whole);
+  }
+}
+
+#endif
+
 // Write a block of one row as integers of BITS bits, x * `inverse` rounded. Return the sum of the magnitudes of their
-// upper bytes.
+// upper bytes, if BITS is 8.
 template <int BITS>
 inline int32_t write_block(const Bf16* x, float inverse, int64_t at, int64_t row, const IntegerRows& to) {
+  int32_t* of_groups = to.sums + at * (to.groups + 1) * to.count + row;
   int32_t total = 0;
-  Ints magnitudes{};
-  for (int64_t group = 0; group < to.groups; group++) {
-    Ints of_group{};
-    for (int64_t i = group * INTEGER_GROUP; i < (group + 1) * INTEGER_GROUP; i += LANES) {
-      Ints integers = round_to_ints(load(x + i) * inverse);
-      if (BITS == 8) integers <<= 8;
-      magnitudes += magnitude(store_integers(integers, at, i, row, to));
-      of_group += integers;
+  IntegerSums sums{};
+  for (int64_t first = 0; first < to.block; first += INTEGER_STEP) {
+    write_step<BITS>(x + first, inverse, at, first, row, to, sums);
+    if (to.groups == 0) continue;
+    for (auto& of_group : sums.groups) {
+      total += *of_groups = sum(of_group);
+      of_groups += to.count;
+      of_group = Ints{};
     }
-    const int32_t total_of_group = sum(of_group);
-    to.sums[(at * (to.groups + 1) + group) * to.count + row] = total_of_group;
-    total += total_of_group;
   }
-  to.sums[(at * (to.groups + 1) + to.groups) * to.count + row] = total;
-  return sum(magnitudes);
+  *of_groups = to.groups ? total : sum(sums.groups[0] + sums.groups[1]);
+  return sum(sums.magnitudes);
 }
 
 // Write the integers of a block of one row. `bits`: of the weight's codes. A block with an infinity or NaN has no finite

@@ -108,7 +108,10 @@ class Block {
   int64_t num_parts() const {
     if (num_tiles == 1) return 1;
 #ifdef HAS_MATRICES
-    if (has_integers()) return divide_up(num_blocks(*product.grouping, product.k), DECODED_INPUTS / product.grouping->block);
+    if (has_integers()) {
+      const CGrouping& grouping = *product.grouping;
+      return divide_up(num_blocks(grouping, product.k), most_inputs(grouping.bits) / grouping.block);
+    }
     if (product.grouping) return divide_up(num_pairs, DECODED_STEPS * STEP_PAIRS);
 #endif
     return divide_up(num_pairs, BLOCK_PAIRS);
@@ -237,6 +240,8 @@ class Block {
   // The first of the parts of a tile's rows.
   int64_t first_part(int64_t tile) const { return tile * divide_up(TILE_ROWS<T>, PART_ROWS); }
 
+  static bool by_matrices(Span rows) { return BY_MATRIX<T> && rows.end - rows.begin > VECTOR_ROWS; }
+
   void convert_rows() {
     const CGrouping& grouping = *product.grouping;
     const int64_t bytes = integer_rows_bytes(grouping, product.k), blocks = num_blocks(grouping, product.k);
@@ -245,9 +250,10 @@ class Block {
     for (int64_t tile = 0; tile < num_tiles; tile++) {
       const Span rows = rows_of(tile);
       int64_t part = first_part(tile);
+      const bool keeps_groups = has_multiples(grouping) && !by_matrices(rows);
       for (int64_t first = rows.begin; first < rows.end; first += PART_ROWS, part++) {
         const int64_t count = std::min(PART_ROWS, rows.end - first);
-        integer_rows[part] = integer_rows_in(grouping, count, product.k, memory->bytes + part * bytes);
+        integer_rows[part] = integer_rows_in(grouping, count, product.k, keeps_groups, memory->bytes + part * bytes);
         for (int64_t row = 0; row < count; row++)
           for (int64_t block = 0; block < blocks; block++)
             write_integers(x[first + row] + block * grouping.block, grouping.bits, block, row, integer_rows[part]);
@@ -266,7 +272,7 @@ class Block {
         const IntegerRows* parts = integer_rows + first_part(tile++);
         const int64_t count = rows.end - rows.begin;
 #ifdef HAS_MATRICES
-        if (count > VECTOR_ROWS)
+        if (by_matrices(rows))
           return choose_integer_matrices(layout)(layout, parts, divide_up(count, INTEGER_ROWS), blocks, decoded,
                                                  rows.begin > 0, to, with_lines(ahead));
 #endif
