@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,12 @@ def convert(checkpoint: Path, file: Path) -> None:
             out.write(np.ascontiguousarray(tensor.data).data)
         _pad(out)
     unfinished.rename(file)
+
+
+def quantize_by_llama(python: str, source: Path, target: Path, kind: str) -> None:
+    """Quantize a file in bf16 to one of llama.cpp's formats. python: one that has llama-cpp-python."""
+    script = Path(__file__).with_name("quantize_llama.py")
+    subprocess.run([python, script, source, target, kind], check=True)
 
 
 def _values(checkpoint: Path, config: dict[str, Any]) -> Iterator[tuple[str, ValueType, Any]]:

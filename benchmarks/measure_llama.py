@@ -56,6 +56,19 @@ class LlamaEngine:
             tokens = self._step([(seq, position[seq], token, True) for seq, token in enumerate(tokens)])
         return [num_out] * len(prompts)
 
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """Return the logits, float32 [tokens, vocabulary], of one sequence."""
+        self._fit(1, len(tokens))
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        self._cached = []
+        found = np.empty((len(tokens), self._vocab_size), np.float32)
+        for start in range(0, len(tokens), BATCH_TOKENS):
+            part = tokens[start : start + BATCH_TOKENS]
+            self._decode([(0, start + index, token, True) for index, token in enumerate(part)])
+            for index in range(len(part)):
+                found[start + index] = self._logits_of(index)
+        return found
+
     def close(self) -> None:
         llama_cpp.llama_batch_free(self._batch)
         llama_cpp.llama_free(self._context)
@@ -99,6 +112,12 @@ class LlamaEngine:
 
     def _step(self, entries: list[tuple[int, int, int, bool]]) -> list[int]:
         """Compute entries (sequence, position, token, is_sampled); return the likeliest next tokens of the sampled."""
+        self._decode(entries)
+        tokens = [int(self._logits_of(index).argmax()) for index, entry in enumerate(entries) if entry[3]]
+        llama_cpp.llama_synchronize(self._context)
+        return tokens
+
+    def _decode(self, entries: list[tuple[int, int, int, bool]]) -> None:
         batch = self._batch
         batch.n_tokens = len(entries)
         for index, (seq, position, token, is_sampled) in enumerate(entries):
@@ -109,10 +128,8 @@ class LlamaEngine:
             batch.logits[index] = is_sampled
         if (code := llama_cpp.llama_decode(self._context, batch)) != 0:
             raise SystemExit(f"llama_decode failed with code {code}")
-        tokens = []
-        for index, (_, _, _, is_sampled) in enumerate(entries):
-            if is_sampled:
-                logits = llama_cpp.llama_get_logits_ith(self._context, index)
-                tokens.append(int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax()))
-        llama_cpp.llama_synchronize(self._context)
-        return tokens
+
+    def _logits_of(self, index: int) -> np.ndarray:
+        """Return the logits of an entry of the last batch, in llama.cpp's own memory."""
+        logits = llama_cpp.llama_get_logits_ith(self._context, index)
+        return np.ctypeslib.as_array(logits, (self._vocab_size,))

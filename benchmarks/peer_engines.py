@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gguf_file import convert
+from gguf_file import convert, quantize_by_llama
 from peer_rows import PeerJob
 from shapes import make
 
@@ -62,8 +61,7 @@ class PeerEngine:
             return file
         quantized = directory / f"{job.model}-{LLAMA_FORMATS[job.quantization]}.gguf"
         if not quantized.exists():
-            script = Path(__file__).with_name("quantize_llama.py")
-            subprocess.run([self.python, script, file, quantized, LLAMA_FORMATS[job.quantization]], check=True)
+            quantize_by_llama(self.python, file, quantized, LLAMA_FORMATS[job.quantization])
         return quantized
 
     def environment(self, options: dict[str, Any]) -> dict[str, str]:

@@ -5,14 +5,17 @@ python benchmarks/quantize_llama.py IN.gguf OUT.gguf Q8_0|Q4_K_M
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 
 import llama_cpp
+from measure_llama import quiet
 
 
 def main() -> None:
     source, target, kind = sys.argv[1:]
+    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     unfinished = Path(target).with_suffix(".unfinished")
