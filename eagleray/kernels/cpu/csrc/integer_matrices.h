@@ -80,8 +80,9 @@ struct PendingProducts {
   float* sums;
 };
 
+// Scale and add some of the rows.
 template <bool HAS_OFFSETS, bool HAS_LOWER>
-inline void add_rows(PendingProducts pending, BlockScales scales) {
+inline void add_rows(const PendingProducts& pending, BlockScales scales, Span rows) {
   const int32_t *first = pending.products->first[pending.upper], *second = pending.products->second[pending.upper];
   constexpr int64_t LOWER = INTEGER_ROWS * LANES;  // from the upper bytes' products to those of the lower bytes
   auto integers = [](const int32_t* upper) {
@@ -91,7 +92,7 @@ inline void add_rows(PendingProducts pending, BlockScales scales) {
   if (!HAS_LOWER)  // a power of two rounds nothing, so the result is that of joining with lower bytes of 0
     for (auto& scale : scales.scales) scale *= 256.0f;
 #pragma GCC unroll 4
-  for (int64_t row = 0; row < pending.count; row++) {
+  for (int64_t row = rows.begin; row < rows.end; row++) {
     float* to = pending.sums + row * PANEL;
     const float scale = pending.row_scales[row];
     const WholeSums products[] = {integers(first + row * LANES), integers(second + row * LANES)};
@@ -112,10 +113,11 @@ struct RowBytes {
 
 // Multiply one or two matrices of rows with the integers of a block of `size` inputs. The results are in the registers.
 // vectors: of codes, that advance the prefetching with each step. IS_NEAR: the integers are in the first-level cache;
-// else the next step's are prefetched into it, a quarter before each load, see `multiply_steps`.
-template <bool HAS_TWO, bool IS_NEAR>
+// else the next step's are prefetched into it, a quarter before each load, see `multiply_steps`. between(step): other work
+// after the matrix instructions of each step, which end much later than they begin.
+template <bool HAS_TWO, bool IS_NEAR, class Between>
 inline void multiply_block(RowBytes rows, RowBytes rows_2, const uint8_t* integers, int64_t size,
-                           PrefetchWithLines& prefetch, int64_t vectors) {
+                           PrefetchWithLines& prefetch, int64_t vectors, Between&& between) {
   constexpr int64_t BYTES = INTEGER_STEP * PANEL, QUARTER = BYTES / 4;  // of a step's integers
   auto fetch_quarter = [&](int quarter) {
     if (quarter % 2 == 0) fetch_to_second_level(prefetch, vectors / 2);
@@ -146,12 +148,13 @@ inline void multiply_block(RowBytes rows, RowBytes rows_2, const uint8_t* intege
       _tile_dpbssd(SECOND_SUMS_2, ROWS_2, SECOND_BYTES);
       rows_2.from += rows_2.stride;
     }
+    between(input / INTEGER_STEP);
   }
 }
 
 // Add the products of the parts of a tile, INTEGER_ROWS rows each but the last, with blocks to sums [rows, PANEL], or
-// begin them. The products of a block are scaled after the next block has been multiplied, so that they do not wait for
-// each other. IS_CODED: 4 bits, which are decoded to `decoded`; is_decoded: it holds the blocks already.
+// begin them. The products of a block are scaled while the next block is multiplied, a share of the rows after each step, so
+// that neither waits for the other. IS_CODED: 4 bits, which are decoded to `decoded`; is_decoded: it holds the blocks already.
 template <bool IS_CODED, bool HAS_OFFSETS>
 void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* parts, int64_t num_parts,
                                const BlockSpan& blocks, DecodedBlocks& decoded, bool is_decoded, float* sums,
@@ -165,12 +168,15 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
   if (blocks.begin == 0)
     for (int64_t part = 0; part < num_parts; part++)
       std::fill_n(sums + part * INTEGER_ROWS * PANEL, parts[part].count * PANEL, 0.0f);
-  auto add_pending = [&] {
+  const int64_t steps = layout.block / INTEGER_STEP;
+  auto add_pending = [&](int64_t first, int64_t last) {
     for (int i = 0; i < num_pending; i++) {
-      auto add = pending[i].has_lower ? add_rows<HAS_OFFSETS, true> : add_rows<HAS_OFFSETS, false>;
-      add(pending[i], *scales);
+      const Span rows{pending[i].count * first / steps, pending[i].count * last / steps};
+      if (!IS_CODED || pending[i].has_lower) add_rows<HAS_OFFSETS, true>(pending[i], *scales, rows);
+      else add_rows<HAS_OFFSETS, false>(pending[i], *scales, rows);
     }
   };
+  auto add_share = [&](int64_t step) { add_pending(step, step + 1); };  // of the rows of the block before
 
   const uint8_t* block = blocks.from;
   for (int64_t at = blocks.begin; at < blocks.begin + blocks.count; at++, block += layout.bytes) {
@@ -180,16 +186,19 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
     for (int64_t part = 0, taken = 1; part < num_parts; part += taken, buffer ^= 1) {
       const IntegerRows& rows = parts[part];
       const int64_t vectors = part == 0 ? layout.vectors * INTEGER_STEP / layout.block : 0;
-      const bool is_wide = rows.is_wide(at);
+      const bool is_wide = !IS_CODED || rows.is_wide(at);  // beside 8 bits all rows are
       taken = !is_wide && part + 1 < num_parts && !parts[part + 1].is_wide(at) ? 2 : 1;
       const bool has_two = is_wide || taken == 2;
       const RowBytes upper{rows.high(at), rows.stride()};
       RowBytes second = upper;  // of either kind
       if (is_wide) second.from = rows.low(at);
       else if (has_two) second = {parts[part + 1].high(at), parts[part + 1].stride()};
-      auto multiply = has_two ? multiply_block<true, IS_CODED> : multiply_block<false, IS_CODED>;
-      multiply(upper, second, integers, layout.block, prefetch, vectors);
-      add_pending();
+      auto multiply = [&](auto has_two, auto is_near) {
+        multiply_block<has_two(), is_near()>(upper, second, integers, layout.block, prefetch, vectors, add_share);
+      };
+      if (!has_two) multiply(std::false_type(), std::true_type());  // of decoded integers
+      else if (IS_CODED || part > 0) multiply(std::true_type(), std::true_type());
+      else multiply(std::true_type(), std::false_type());  // the codes of 8 bits come from the second-level cache
       if (part == 0) scales.emplace(layout, block);
       if (has_two) products[buffer].store<true>();
       else products[buffer].store<false>();
@@ -201,7 +210,7 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
       }
     }
   }
-  add_pending();
+  add_pending(0, steps);
 }
 
 using IntegerMatrices = void (*)(const IntegerLayout&, const IntegerRows*, int64_t, const BlockSpan&, DecodedBlocks&,
