@@ -74,9 +74,14 @@ class ModelSizes:
         return self.step_seconds(machine, rows=rows, tokens=num_in, context=0) + sum(steps)
 
 
+def prompt_tokens_per_s(model: ModelSizes, machine: MachineLimits) -> float:
+    return 1024 / model.seconds(machine, rows=1, num_in=1024, num_out=1)
+
+
 FIGURES: dict[str, Callable[[ModelSizes, MachineLimits], float]] = {
     "token_ms": lambda model, machine: 1000 * model.step_seconds(machine, rows=1, tokens=1, context=96),
-    "prompt_tokens_per_s": lambda model, machine: 1024 / model.seconds(machine, rows=1, num_in=1024, num_out=1),
+    "prompt_tokens_per_s": prompt_tokens_per_s,
+    "first_prompts_tokens_per_s": prompt_tokens_per_s,
     "batch16_s": lambda model, machine: model.seconds(machine, rows=16, num_in=32, num_out=64),
     "batch32_s": lambda model, machine: model.seconds(machine, rows=32, num_in=128, num_out=64),
     "long_prompt_tokens_per_s": lambda model, machine: 8192 / model.seconds(machine, rows=1, num_in=8192, num_out=1),

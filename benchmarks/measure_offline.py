@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any
 
 PROMPT_TOKENS = 1024
+FIRST_PROMPTS = 4
 DECODE_TOKENS = 128
 LONG_PROMPT_TOKENS = 8192
 LONG_DECODE_TOKENS = 64
@@ -82,6 +83,11 @@ class OfflineBench:
         while time.perf_counter() < deadline:
             self.once(self.prompts(1, PROMPT_TOKENS), 1)
 
+    def first_prompts_tokens_per_s(self) -> float:
+        """Measure prompts one after another. They are the first ones only if nothing was measured before."""
+        seconds = sum(self.once(self.prompts(1, PROMPT_TOKENS), 1) for _ in range(FIRST_PROMPTS))
+        return FIRST_PROMPTS * PROMPT_TOKENS / seconds
+
     def token_ms(self) -> float:
         return 1000 * (self.seconds(1, 32, 1 + DECODE_TOKENS) - self.seconds(1, 32, 1)) / DECODE_TOKENS
 
@@ -94,7 +100,10 @@ class OfflineBench:
         return 1000 * (whole - first) / LONG_DECODE_TOKENS
 
 
+OF_A_NEW_ENGINE = "first_prompts_tokens_per_s"
+"""Name of the figure that is measured without a warm-up."""
 FIGURES: dict[str, Callable[[OfflineBench], float]] = {
+    OF_A_NEW_ENGINE: OfflineBench.first_prompts_tokens_per_s,
     "token_ms": OfflineBench.token_ms,
     "prompt_tokens_per_s": lambda bench: PROMPT_TOKENS / bench.seconds(1, PROMPT_TOKENS, 1),
     "batch16_s": lambda bench: bench.seconds(16, 32, 64),
@@ -116,10 +125,10 @@ def main(engine: str, checkpoint: str, options: str = "{}") -> None:
     bench = OfflineBench(opened)
     is_warm = False
     for line in sys.stdin:
-        if not is_warm:
+        name = line.strip()
+        if not is_warm and name != OF_A_NEW_ENGINE:
             bench.warm_up()
             is_warm = True
-        name = line.strip()
         print(json.dumps({name: FIGURES[name](bench)}), flush=True)
     opened.close()
 

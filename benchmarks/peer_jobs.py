@@ -83,15 +83,21 @@ class Offline:
             case "ready_s":
                 with contextlib.closing(Offline(*self._arguments)) as another:
                     return another.ready_s
+            case "first_prompts_tokens_per_s":
+                with contextlib.closing(Offline(*self._arguments)) as another:
+                    return another._ask(figure)
             case "peak_anonymous_mib":
                 if turn == 0:
                     self._measure("batch32_s", turn)  # memory is measured under load
                 return self._memory.peak_bytes / 2**20
             case _:
-                assert self._process.stdin
-                with contextlib.suppress(BrokenPipeError):  # it has exited, so the answer is its end
-                    print(figure, file=self._process.stdin, flush=True)
-                return self._receive()[figure]
+                return self._ask(figure)
+
+    def _ask(self, figure: str) -> float:
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):  # it has exited, so the answer is its end
+            print(figure, file=self._process.stdin, flush=True)
+        return self._receive()[figure]
 
     def _receive(self) -> dict[str, float]:
         try:

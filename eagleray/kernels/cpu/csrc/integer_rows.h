@@ -52,7 +52,8 @@ struct IntegerRows {
   int8_t* step(int64_t at, int64_t first) const { return integers + 2 * count * (at * block + first); }
 };
 
-// The bytes of up to INTEGER_ROWS rows of k inputs, with sums of groups. Matrix instructions may read all INTEGER_ROWS rows of each block.
+// The bytes of up to INTEGER_ROWS rows of k inputs, with sums of groups. Matrix instructions may read all INTEGER_ROWS rows of
+// each block.
 inline int64_t integer_rows_bytes(const CGrouping& grouping, int64_t k) {
   const int64_t blocks = num_blocks(grouping, k), groups = grouping.block / INTEGER_GROUP;
   return round_up(INTEGER_ROWS * (2 * k + 4 * blocks * (groups + 3)) + blocks, 64);
@@ -79,7 +80,7 @@ inline float largest_magnitude(const Bf16* x, int64_t size) {
 
 // What is added up over the inputs of a block, by lanes.
 struct IntegerSums {
-  Ints groups[INTEGER_STEP / INTEGER_GROUP];  // of the integers, of the first groups of the block alone if they are not kept
+  Ints groups[INTEGER_STEP / INTEGER_GROUP];  // of the integers of a step's groups; of all steps if they are not kept
   Ints magnitudes;                            // of the upper bytes
 };
 
