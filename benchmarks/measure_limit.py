@@ -75,6 +75,7 @@ class ModelSizes:
 
 
 def prompt_tokens_per_s(model: ModelSizes, machine: MachineLimits) -> float:
+    """Return the limit of a prompt, to which a new engine is held as well."""
     return 1024 / model.seconds(machine, rows=1, num_in=1024, num_out=1)
 
 

@@ -34,7 +34,7 @@ from eagleray.models.registry import load_model
 
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = Path(eagleray.__file__).parent / "demo_model"
-LLAMA_FORMATS = ("Q8_0", "Q4_K_M", "Q4_0")
+GGUF_FORMATS = ("Q8_0", "Q4_K_M", "Q4_0")
 TEXTS = [ROOT / "README.md", ROOT / "docs" / "architecture.md", DEMO_MODEL / "MODEL_CARD.md"]
 
 
@@ -80,7 +80,7 @@ def lines_of_llama(python: str, checkpoint: Path, texts: list[list[int]]) -> Ite
             return [part.log_softmax(-1) for part in logits.split([len(tokens) for tokens in texts])]
 
         exact = llama_predictions(plain)
-        for kind in LLAMA_FORMATS:
+        for kind in GGUF_FORMATS:
             file = Path(directory) / f"{kind}.gguf"
             quantize_by_llama(python, plain, file, kind)
             size = file.stat().st_size / plain.stat().st_size

@@ -10,10 +10,10 @@
 
 namespace eagleray {
 
-constexpr int64_t DECODED_INPUTS = 256;  // whose integers are kept
+constexpr int64_t DECODED_INPUTS = 256;  // inputs whose decoded integers are kept
 
-// The most inputs of a part of k. Its integers stay in the first-level cache while all tiles are multiplied with them, beside
-// the rows and sums of a tile.
+// The most inputs of a part of k. The part's integers and the rows and sums of a tile fit into the first-level cache together,
+// so the integers stay there while every tile is multiplied by them.
 constexpr int64_t most_inputs(int64_t bits) { return bits == 4 ? DECODED_INPUTS : 512; }
 
 // Integers of blocks, [block / 4][PANEL][4].
@@ -113,8 +113,8 @@ struct RowBytes {
 
 // Multiply one or two matrices of rows with the integers of a block of `size` inputs. The results are in the registers.
 // vectors: of codes, that advance the prefetching with each step. IS_NEAR: the integers are in the first-level cache;
-// else the next step's are prefetched into it, a quarter before each load, see `multiply_steps`. between(step): other work
-// after the matrix instructions of each step, which end much later than they begin.
+// else the next step's are prefetched into it, a quarter before each load, see `multiply_steps`. between(step) is
+// called once the matrix instructions of a step are issued, and does other work while they execute.
 template <bool HAS_TWO, bool IS_NEAR, class Between>
 inline void multiply_block(RowBytes rows, RowBytes rows_2, const uint8_t* integers, int64_t size,
                            PrefetchWithLines& prefetch, int64_t vectors, Between&& between) {
@@ -153,7 +153,7 @@ inline void multiply_block(RowBytes rows, RowBytes rows_2, const uint8_t* intege
 }
 
 // Add the products of the parts of a tile, INTEGER_ROWS rows each but the last, with blocks to sums [rows, PANEL], or
-// begin them. The products of a block are scaled while the next block is multiplied, a share of the rows after each step, so
+// begin them. While a block is multiplied, the products of the block before are scaled, a share of the rows after each step, so
 // that neither waits for the other. IS_CODED: 4 bits, which are decoded to `decoded`; is_decoded: it holds the blocks already.
 template <bool IS_CODED, bool HAS_OFFSETS>
 void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* parts, int64_t num_parts,
@@ -176,7 +176,7 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
       else add_rows<HAS_OFFSETS, false>(pending[i], *scales, rows);
     }
   };
-  auto add_share = [&](int64_t step) { add_pending(step, step + 1); };  // of the rows of the block before
+  auto add_share = [&](int64_t step) { add_pending(step, step + 1); };  // of the block before
 
   const uint8_t* block = blocks.from;
   for (int64_t at = blocks.begin; at < blocks.begin + blocks.count; at++, block += layout.bytes) {
@@ -186,19 +186,19 @@ void multiply_integer_matrices(const IntegerLayout& layout, const IntegerRows* p
     for (int64_t part = 0, taken = 1; part < num_parts; part += taken, buffer ^= 1) {
       const IntegerRows& rows = parts[part];
       const int64_t vectors = part == 0 ? layout.vectors * INTEGER_STEP / layout.block : 0;
-      const bool is_wide = !IS_CODED || rows.is_wide(at);  // beside 8 bits all rows are
+      const bool is_wide = !IS_CODED || rows.is_wide(at);  // rows beside weights of 8 bits always are
       taken = !is_wide && part + 1 < num_parts && !parts[part + 1].is_wide(at) ? 2 : 1;
       const bool has_two = is_wide || taken == 2;
       const RowBytes upper{rows.high(at), rows.stride()};
       RowBytes second = upper;  // of either kind
       if (is_wide) second.from = rows.low(at);
       else if (has_two) second = {parts[part + 1].high(at), parts[part + 1].stride()};
-      auto multiply = [&](auto has_two, auto is_near) {
-        multiply_block<has_two(), is_near()>(upper, second, integers, layout.block, prefetch, vectors, add_share);
+      auto multiply = [&](auto two, auto near) {
+        multiply_block<two(), near()>(upper, second, integers, layout.block, prefetch, vectors, add_share);
       };
-      if (!has_two) multiply(std::false_type(), std::true_type());  // of decoded integers
+      if (!has_two) multiply(std::false_type(), std::true_type());  // narrow rows exist beside 4 bits alone
       else if (IS_CODED || part > 0) multiply(std::true_type(), std::true_type());
-      else multiply(std::true_type(), std::false_type());  // the codes of 8 bits come from the second-level cache
+      else multiply(std::true_type(), std::false_type());  // the first part fetches the codes
       if (part == 0) scales.emplace(layout, block);
       if (has_two) products[buffer].store<true>();
       else products[buffer].store<false>();

@@ -23,7 +23,7 @@ constexpr int MAX_PEAK = 24;          // the largest input of a block that gets 
 // 256 * high + low. Where it has 8 bits, low is 0.
 struct IntegerRows {
   int64_t count, block;          // rows, and the inputs of a block
-  int64_t groups;                // of INTEGER_GROUP inputs of a block whose sums are kept; 0: only that of the block is
+  int64_t groups;                // groups of a block whose sums are kept; 0: only the sum of the block is kept
   int8_t* integers;              // [blocks * block / INTEGER_STEP][count][INTEGER_STEP] of 16 bits, or with [high, low]
                                  // before [count] of 8 bits
   float* scales;                 // [blocks][count]
@@ -59,7 +59,8 @@ inline int64_t integer_rows_bytes(const CGrouping& grouping, int64_t k) {
   return round_up(INTEGER_ROWS * (2 * k + 4 * blocks * (groups + 3)) + blocks, 64);
 }
 
-// Rows in memory of that size, which are still to be written. keeps_groups: the sums of groups are, too.
+// Lay out rows in memory of that size; nothing is written yet. keeps_groups: whether each group's sum is kept, beside that of
+// the block.
 inline IntegerRows integer_rows_in(const CGrouping& grouping, int64_t rows, int64_t k, bool keeps_groups, char* memory) {
   const int64_t blocks = num_blocks(grouping, k), count = INTEGER_ROWS * blocks;
   const int64_t groups = keeps_groups ? grouping.block / INTEGER_GROUP : 0;
@@ -78,15 +79,16 @@ inline float largest_magnitude(const Bf16* x, int64_t size) {
   return to_float(Bf16{uint16_t(highest(largest))});
 }
 
-// What is added up over the inputs of a block, by lanes.
+// Running totals over the inputs of a block. Each lane holds a partial sum.
 struct IntegerSums {
-  Ints groups[INTEGER_STEP / INTEGER_GROUP];  // of the integers of a step's groups; of all steps if they are not kept
-  Ints magnitudes;                            // of the upper bytes
+  Ints groups[INTEGER_STEP / INTEGER_GROUP];  // integers of the current step's groups, or of all steps if groups are not kept
+  Ints magnitudes;                            // magnitudes of the upper bytes, only where BITS is 8
 };
 
 #ifdef HAS_BYTE_PRODUCTS
 
-// Write INTEGER_STEP inputs of a row, from input `first` of block `at` on, as integers of BITS bits, x * `inverse` rounded.
+// Convert INTEGER_STEP inputs x of a row to integers of BITS bits, x * `inverse` rounded, write them from input `first` of
+// block `at` on, and add them to `sums`.
 template <int BITS>
 inline void write_step(const Bf16* x, float inverse, int64_t at, int64_t first, int64_t row, const IntegerRows& to,
                        IntegerSums& sums) {
@@ -99,7 +101,7 @@ inline void write_step(const Bf16* x, float inverse, int64_t at, int64_t first, 
     sums.groups[half] = (Ints)_mm512_dpwssd_epi32((__m512i)sums.groups[half], words[half], factors);
     upper[half] = BITS == 8 ? words[half] : _mm512_srai_epi16(_mm512_add_epi16(words[half], _mm512_set1_epi16(128)), 8);
   }
-  // Packing takes four inputs of each vector in turn.
+  // The two packing instructions interleave their operands by groups of four inputs; this restores the order.
   const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   auto pack = [=](__m512i front, __m512i back) {
     return _mm512_permutexvar_epi32(in_order, _mm512_packs_epi16(front, back));
